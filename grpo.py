@@ -1,0 +1,878 @@
+"""GRPO for multi-turn agents, whole: sample groups, score them against each other, take a clipped step, repeat.
+
+Read env.py and agent.py first; then this file top to bottom is the algorithm. What PPO needs a critic for, GRPO takes
+from a group of attempts at the same task: an attempt is good if it did better than its siblings (DeepSeekMath,
+arXiv 2402.03300). Every published variant is a setting of the same loop; RLConfig lists the settings, variants.py names
+the variants.
+
+    python grpo.py                                      base agent, 80 steps, evaluation: learns to read before it edits
+    python grpo.py --variant dr_grpo                    a published variant
+    python grpo.py --base plain --rename false --max_edits none           the gym with its shortcuts open
+    python grpo.py --seed 3 --lr 5e-4 --log run.jsonl --save model.pt     every field of RLConfig is a flag
+"""
+import argparse
+import copy
+import json
+import math
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from typing import Callable, Optional
+
+import torch
+
+from agent import (Policy, build_tokenizer, collate, first_edit, make_base_agent, make_rl_base, rollout_batch,
+                   token_logps)
+from env import FIX_OP, HELDOUT_TASKS, TRAIN_TASKS, BugFixEnv, EditBudgetEnv, fail, one_line_parser, randomize_names
+
+# --------------------------------------------------------------------------------------------------
+# Settings
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RLConfig:
+    # how much is sampled and how it is used
+    steps: int = 80                       # iterations of sample, advantage, update
+    prompts_per_step: int = 8             # distinct training tasks a step
+    group_size: int = 8                   # attempts at each task; the group that is its own baseline
+    minibatches: int = 2                  # optimizer steps an epoch; from the second on, the clip has work to do
+    epochs: int = 1                       # passes over the sampled episodes
+    lr: float = 1e-3                      # Adam
+    max_grad_norm: float = 1.0            # the gradient's norm is cut to this before each optimizer step
+    temperature: float = 1.0              # divides the logits, in sampling and training alike
+    # advantage
+    baseline: str = "group_mean"          # group_mean | leave_one_out | length_weighted
+    scale: str = "group_std"              # group_std | none | batch_std | group_mean
+    # loss
+    ratio_level: str = "token"            # token | sequence | cispo | gmpo | sapo | dppo | none: which policy loss
+    eps_low: float = 0.2                  # clip range below; no effect with ratio_level sapo or none
+    eps_high: float = 0.2                 # clip range above; likewise
+    agg: str = "token_mean"               # token_mean | seq_mean_token_mean | seq_mean_token_sum | constant
+    agg_constant: Optional[float] = None  # with agg constant: the divisor, in tokens an episode
+    # stay near a reference policy
+    kl_coef: float = 0.0                  # weight of the KL term in the loss; 0 means no reference model is run
+    kl_kind: str = "k3"                   # k1 | k2 | k3; no effect with kl_coef 0
+    # which episodes are used
+    dynamic_sampling: bool = False        # keep groups whose rewards differ, sample more until the batch is full
+    max_sample_rounds: int = 3            # with dynamic_sampling: at most this many rounds of prompts_per_step tasks
+    filter_zero_adv: bool = False         # drop groups whose rewards are all equal, sample no others
+    overlong_buffer: int = 0              # the last turns, which are penalised; 0 means none are
+    mask_truncated: bool = False          # leave episodes that ran out of turns out of the loss
+    # the gym
+    rename: bool = True                   # a random function name an episode: the name tells nothing
+    max_edits: Optional[int] = 1          # edits an episode can apply; none means as many as there are turns
+    max_turns: int = 6                    # calls an episode can make
+    reward: Optional[Callable] = None     # reward(env) -> float; none means 1 if the hidden tests pass, else 0
+    # the run
+    eval_every: int = 20                  # steps between evaluations, when there are evaluation tasks; 0 means never
+    eval_samples: int = 4                 # episodes a task in each of them
+    seed: int = 0                         # decides the whole run
+
+
+CHOICES = {
+    "baseline": ("group_mean", "leave_one_out", "length_weighted"),
+    "scale": ("group_std", "none", "batch_std", "group_mean"),
+    "ratio_level": ("token", "sequence", "cispo", "gmpo", "sapo", "dppo", "none"),
+    "agg": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"),
+    "kl_kind": ("k1", "k2", "k3"),
+}
+LOWEST = {      # the least value of each number; a field that is not in `whole` may be any real number above 0
+    "steps": 0, "prompts_per_step": 1, "group_size": 2, "minibatches": 1, "epochs": 1, "max_sample_rounds": 1,
+    "overlong_buffer": 0, "max_edits": 0, "max_turns": 1, "eval_every": 0, "eval_samples": 1, "seed": 0,
+    "eps_low": 0.0, "eps_high": 0.0, "kl_coef": 0.0,
+}
+
+
+def check_config(cfg, n_tasks=None):
+    """ValueError on the first field that makes no sense: its name, its value, what is allowed."""
+    for field in fields(cfg):
+        name, value = field.name, getattr(cfg, field.name)
+        if name in CHOICES and value not in CHOICES[name]:
+            raise ValueError(f"{name}: {value!r} is not one of {', '.join(CHOICES[name])}")
+        if field.type is bool and not isinstance(value, bool):
+            raise ValueError(f"{name}: {value!r} is neither true nor false")
+        if name == "reward" and value is not None and not callable(value):
+            raise ValueError(f"reward: {value!r} is not a function of an environment")
+        if field.type in (int, Optional[int], float, Optional[float]):
+            if value is None and field.type in (Optional[int], Optional[float]):
+                continue
+            kinds = int if field.type in (int, Optional[int]) else (int, float)
+            if not isinstance(value, kinds) or isinstance(value, bool) or not math.isfinite(value):
+                raise ValueError(f"{name}: {value!r} is not a {'whole' if kinds is int else 'finite'} number")
+            if name in LOWEST and value < LOWEST[name]:
+                raise ValueError(f"{name}: {value} is too small, it must be at least {LOWEST[name]}"
+                                 + (", a group of one has nothing to be compared with" if name == "group_size" else ""))
+            if name not in LOWEST and value <= 0:
+                raise ValueError(f"{name}: {value} must be greater than 0")
+    limits = [("minibatches", cfg.prompts_per_step * cfg.group_size, "the episodes of a step"),
+              ("overlong_buffer", cfg.max_turns, "max_turns"), ("seed", 2 ** 32 - 1, "a 32-bit number")]
+    limits += [("prompts_per_step", n_tasks, "the training tasks there are")] if n_tasks is not None else []
+    limits += [("eps_low", 1, "a ratio's distance from 0")] if cfg.ratio_level in ("token", "sequence", "cispo") else []
+    for name, most, why in limits:
+        if getattr(cfg, name) > most:
+            raise ValueError(f"{name}: {getattr(cfg, name)} is too large, it must be at most {most} ({why})")
+    if cfg.agg == "constant" and cfg.agg_constant is None:
+        raise ValueError("agg_constant: agg constant needs one, a number of tokens greater than 0")
+    if cfg.scale == "group_mean" and cfg.overlong_buffer:
+        raise ValueError("overlong_buffer: must be 0 with scale group_mean, which divides by the mean reward: penalties "
+                         "make it negative")
+    if cfg.filter_zero_adv and cfg.dynamic_sampling:
+        raise ValueError("filter_zero_adv: must be false with dynamic_sampling, which drops the same groups")
+
+
+# --------------------------------------------------------------------------------------------------
+# Sampling groups
+# --------------------------------------------------------------------------------------------------
+
+def make_env(task, cfg, rng):
+    """One environment as the configuration says. The signature of an env_factory: (task, cfg, random.Random) -> env."""
+    if cfg.rename:
+        task = randomize_names(task, rng)
+    return BugFixEnv(task, cfg.max_turns) if cfg.max_edits is None else EditBudgetEnv(task, cfg.max_edits, cfg.max_turns)
+
+
+def step_generator(seed, step):
+    """The torch.Generator of one step of one run. A stream to each step, not one for the run: arms of an experiment
+    that use up different amounts of chance still draw the same tasks at the same step."""
+    return torch.Generator().manual_seed(seed * 1_000_003 + step)
+
+
+def python_rng(generator):
+    return random.Random(torch.randint(2 ** 62, (1,), generator=generator).item())
+
+
+def sample_groups(model, tok, tasks, group_size, cfg, generator, env_factory=None):
+    """group_size episodes of each task, in consecutive groups: the layout that group_advantages expects.
+
+    Each episode gets its `reward`: cfg.reward(env), or 1.0 if the hidden tests passed and 0.0 if not.
+    """
+    rng = python_rng(generator)
+    envs = [(env_factory or make_env)(task, cfg, rng) for task in tasks for _ in range(group_size)]
+    episodes = rollout_batch(model, tok, envs, generator, cfg.temperature)
+    for episode in episodes:
+        episode["reward"] = reward_of(episode["env"], cfg.reward)
+    return episodes
+
+
+def reward_of(env, reward):
+    if reward is None:
+        return float(env.passed)
+    name = getattr(reward, "__name__", type(reward).__name__)
+    try:
+        value = float(reward(env))
+    except Exception as error:
+        raise RuntimeError(f"the reward function {name} failed on a {type(env).__name__}: {error!r}") from error
+    if not math.isfinite(value):
+        raise RuntimeError(f"the reward function {name} returned {value} for a {type(env).__name__}; it must be finite")
+    return value
+
+
+def sample_step(model, tok, cfg, train_tasks, generator, env_factory=None):
+    """The episodes of one step: (kept, sampled). What is trained on, and what it cost: everything that was sampled.
+
+    Dynamic sampling (DAPO, arXiv 2503.14476) drops groups whose rewards are all equal, whose advantages are zero, and
+    samples further tasks until prompts_per_step groups are kept or max_sample_rounds is reached; then it trains on what
+    it has. A policy that always passes would otherwise be sampled for ever.
+    """
+    rng, size = python_rng(generator), cfg.group_size
+    order, kept, sampled = [], [], []
+    for _ in range(cfg.max_sample_rounds if cfg.dynamic_sampling else 1):
+        if len(order) < cfg.prompts_per_step:                       # no task twice before all have had their turn
+            order += rng.sample(train_tasks, len(train_tasks))
+        tasks, order = order[:cfg.prompts_per_step], order[cfg.prompts_per_step:]
+        episodes = sample_groups(model, tok, tasks, size, cfg, generator, env_factory)
+        sampled += episodes
+        for group in (episodes[i:i + size] for i in range(0, len(episodes), size)):
+            if not (cfg.dynamic_sampling or cfg.filter_zero_adv) or not all_equal(group):
+                kept += group
+        if len(kept) >= cfg.prompts_per_step * size:
+            break
+    return kept[:cfg.prompts_per_step * size], sampled
+
+
+def all_equal(group):
+    return len({episode["reward"] for episode in group}) == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# What the agent did
+# --------------------------------------------------------------------------------------------------
+
+def mean(values):
+    values = list(values)
+    return sum(values) / len(values) if values else math.nan
+
+
+def behavior_stats(episodes):
+    """Means over episodes, as a dict. A reward alone cannot tell an agent that reads from one that guesses well.
+
+    pass_rate (hidden tests), reward, reads, tests, edits (applied ones), first_edit_right (of the episodes that edit),
+    read_first (share of all that read before their first edit), read_then_right (of those), turns, policy_tokens,
+    truncated, and turns, policy_tokens and reads of passing and of failing episodes apart; nan where there are none.
+    """
+    rows = []
+    for episode in episodes:
+        env, first = episode["env"], first_edit(episode)
+        rows.append({
+            "pass_rate": float(env.passed), "reward": episode["reward"],
+            "reads": episode["calls"].count(["read"]), "tests": episode["calls"].count(["test"]),
+            "edits": len(getattr(env, "edits", [])), "turns": len(episode["calls"]),
+            "policy_tokens": sum(episode["mask"]), "truncated": float(env.truncated),
+            "first": first, "read_first": float(first is not None and first["read_before"])})
+    stats = {name: mean(row[name] for row in rows) for name in rows[0] if name != "first"} if rows else {}
+    stats["first_edit_right"] = mean(row["first"]["right"] for row in rows if row["first"])
+    stats["read_then_right"] = mean(row["first"]["right"] for row in rows if row["read_first"])
+    for name in ("turns", "policy_tokens", "reads"):
+        stats[f"{name}_pass"] = mean(row[name] for row in rows if row["pass_rate"])
+        stats[f"{name}_fail"] = mean(row[name] for row in rows if not row["pass_rate"])
+    return stats
+
+
+# --------------------------------------------------------------------------------------------------
+# Advantages
+# --------------------------------------------------------------------------------------------------
+
+def group_advantages(rewards, group_size, baseline="group_mean", scale="group_std", lengths=None):
+    """Advantage of each episode against its group: (reward - baseline) / scale.
+
+    rewards (N,), N / group_size consecutive groups; lengths (N,), policy tokens, for length_weighted alone -> (N,).
+
+    baseline  group_mean       mean of the group                                  GRPO, arXiv 2402.03300
+              leave_one_out    mean of the others: G / (G - 1) * (R - mean)       RLOO, arXiv 2402.14740
+              length_weighted  sum(length * R) / sum(length)                      OPO, arXiv 2505.23585
+    scale     group_std        the group's deviation                              GRPO
+              none             1: hard and easy tasks weigh the same              Dr. GRPO, arXiv 2503.20783
+              batch_std        the deviation of all N rewards                     Lite PPO, arXiv 2508.08221
+              group_mean       the group's mean; rewards >= 0, 0 if it is 0       MaxRL, arXiv 2602.02710
+
+    Deviations are unbiased (n - 1), plus 1e-6. ValueError for a group of one: it has no deviation (others give nan).
+    """
+    if group_size < 2 or len(rewards) % group_size:
+        raise ValueError(f"group_size: {group_size} must be at least 2 and divide the {len(rewards)} rewards")
+    R = rewards.view(-1, group_size)                                                          # (groups, G)
+    group_mean = R.mean(dim=1, keepdim=True)                                                  # (groups, 1)
+    if baseline == "group_mean":
+        A = R - group_mean
+    elif baseline == "leave_one_out":
+        A = R - (R.sum(dim=1, keepdim=True) - R) / (group_size - 1)
+    elif baseline == "length_weighted":
+        if lengths is None:
+            raise ValueError("lengths: baseline length_weighted needs them")
+        L = lengths.view(-1, group_size).to(R.dtype)
+        A = R - (L * R).sum(dim=1, keepdim=True) / L.sum(dim=1, keepdim=True)
+    else:
+        raise ValueError(f"baseline: {baseline!r} is not one of group_mean, leave_one_out, length_weighted")
+    if scale == "group_std":
+        A = A / (R.std(dim=1, keepdim=True) + 1e-6)
+    elif scale == "batch_std":
+        A = A / (rewards.std() + 1e-6)
+    elif scale == "group_mean":
+        if bool((R < 0).any()):
+            raise ValueError("scale: group_mean needs rewards of at least 0")
+        A = torch.where(group_mean > 0, A / group_mean, torch.zeros_like(A))
+    elif scale != "none":
+        raise ValueError(f"scale: {scale!r} is not one of group_std, none, batch_std, group_mean")
+    # Equal rewards have no better and no worse. Set to 0 on purpose: in float32 the mean of eight 0.1 is not 0.1, and
+    # that rounding error over an equally small deviation can come out near 1.
+    equal = R.amax(dim=1, keepdim=True) == R.amin(dim=1, keepdim=True)
+    return torch.where(equal, torch.zeros_like(A), A).view(-1)
+
+
+def overlong_penalty(turns, max_turns, buffer):
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13), the length being turns. turns (N,) -> (N,) in [-1, 0].
+
+    0 up to max_turns - buffer, then linear down to -1 at max_turns; never below. buffer 0: no penalty.
+    """
+    over = (turns - (max_turns - buffer)) / max(buffer, 1)
+    return 0 - over.clamp(0, 1) if buffer else torch.zeros_like(over)
+
+
+def compute_advantages(episodes, cfg):
+    """Advantages (N,) of the episodes of whole groups, from their rewards, shaped by the overlong penalty if set."""
+    rewards = torch.tensor([episode["reward"] for episode in episodes])
+    lengths = torch.tensor([sum(episode["mask"]) for episode in episodes])
+    turns = torch.tensor([float(len(episode["calls"])) for episode in episodes])
+    rewards = rewards + overlong_penalty(turns, cfg.max_turns, cfg.overlong_buffer)
+    return group_advantages(rewards, cfg.group_size, cfg.baseline, cfg.scale, lengths)
+
+
+# --------------------------------------------------------------------------------------------------
+# KL to a reference
+# --------------------------------------------------------------------------------------------------
+
+def kl_penalty(logp, ref_logp, kind):
+    """Estimates of KL(pi || ref) from tokens that pi sampled: logp, ref_logp (B, T) -> (B, T). With l = log(ref / pi):
+
+        k1 = -l              unbiased; negative on some tokens and on some batches, which is no fault
+        k2 = l^2 / 2         biased a little, never negative
+        k3 = e^l - 1 - l     unbiased and never negative (Schulman's note on approximating KL; GRPO's)
+
+    An estimator's value is one thing, its gradient as a loss another: k1's is zero in expectation (it would move
+    nothing but noise: put k1 into the reward instead), k2's is the gradient of the KL, k3's that of KL(ref || pi).
+    The ratio is ref / pi; turned round, k3 estimates something else. l is clamped, exp overflows.
+    """
+    l = (ref_logp - logp).clamp(-20, 20)
+    if kind == "k1":
+        return -l
+    if kind == "k2":
+        return l ** 2 / 2
+    if kind == "k3":
+        return l.exp() - 1 - l
+    raise ValueError(f"kl_kind: {kind!r} is not one of k1, k2, k3")
+
+
+# --------------------------------------------------------------------------------------------------
+# Losses
+# --------------------------------------------------------------------------------------------------
+# All are minimised. In every loss:  r = pi / pi_old of a token, its log clamped to +-20 before exp;  A = the episode's
+# advantage, the same for all its tokens;  sg() = stop gradient. Positions outside the mask hold anything and count for
+# nothing. The value of such a loss says little (on policy it is about 0, whatever there is to learn): its gradient is
+# what matters, so it is the gradient's norm that gets logged.
+#
+# Each function stands alone, so that it can be copied alone. That is why the three lines of aggregate_loss come again
+# at the end of each.
+
+def aggregate_loss(per_token, mask, mode, constant=None):
+    """One number from per-token losses (B, T) and mask (B, T), bool or float -> (). With n_i tokens in row i of B:
+
+        token_mean            sum of all / sum_i n_i             every token of the batch weighs the same (DAPO)
+        seq_mean_token_mean   mean over i of (row sum / n_i)     every episode weighs the same, a long one's tokens less
+        seq_mean_token_sum    mean over i of (row sum)           every token the same, and long episodes the more
+        constant              sum of all / (B * constant)        as before, by a number that no batch changes (Dr. GRPO)
+
+    The batch is the optimizer's: an average of averages over parts of it would weigh tokens unequally. The seq_ modes
+    average over rows with a token in them. Never divide by T: it is the longest row's length and changes by the batch.
+    """
+    m = mask.to(per_token.dtype)
+    n = m.sum(dim=1, keepdim=True)                                                            # (B, 1) tokens a row
+    rows = (n > 0).to(m.dtype).sum().clamp(min=1)
+    divisors = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
+                "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}
+    if mode not in divisors or (mode == "constant" and constant is None):
+        raise ValueError(f"agg: {mode!r} is not one of {', '.join(divisors)}, or is constant without one")
+    return (per_token.masked_fill(m == 0, 0) / divisors[mode]).sum()
+
+
+def ppo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2,
+                    agg="token_mean", constant=None):
+    """PPO's clipped surrogate (arXiv 1707.06347) with GRPO's advantages (arXiv 2402.03300):
+
+        -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)
+
+    The smaller of the two, whatever the sign of A: a token is clipped, and loses its gradient, only where r has already
+    gone too far in the direction that A pushes. With one optimizer step a batch, r is 1 and nothing ever is; from the
+    second minibatch on the clip has work. logp, old_logp, mask (B, T), adv (B,) -> (loss (), stats: clip_frac, the
+    share of tokens that are clipped, ratio_min, ratio_max).
+    """
+    m = mask.to(logp.dtype)
+    r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                         # (B, T)
+    A = adv[:, None]                                                                          # (B, 1)
+    free, held = r * A, r.clamp(1 - eps_low, 1 + eps_high) * A
+    per_token, clipped = -torch.minimum(free, held), free > held
+    n, rows = m.sum(dim=1, keepdim=True), (m.sum(dim=1) > 0).to(m.dtype).sum().clamp(min=1)   # see aggregate_loss
+    divisor = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
+               "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}[agg]
+    loss = (per_token.masked_fill(m == 0, 0) / divisor).sum()
+    return loss, {"clip_frac": (clipped * m).sum() / m.sum().clamp(min=1),
+                  "ratio_min": r.masked_fill(m == 0, float("inf")).min(), "ratio_max": r.masked_fill(m == 0, 0).max()}
+
+
+def gspo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2,
+                     agg="seq_mean_token_mean", constant=None):
+    """GSPO (arXiv 2507.18071): one ratio, one clip, one weight to an episode, s_i = exp(mean_t log r_it):
+
+        -min(s_i A, clip(s_i, 1 - eps_low, 1 + eps_high) A)       for every token of episode i
+
+    The mean, not the sum of the log-ratios: a product of ratios would leave any band with the length. s moves much less
+    than r, so the paper's band is some 3e-4 wide for outputs of thousands of tokens; with 0.2 it never clips. Averages
+    over episodes; with agg seq_mean_token_sum, each weighs by its length: LUSPO (arXiv 2602.05261). Shapes as in
+    ppo_policy_loss; clip_frac is the share of episodes, the ratio's range that of s.
+    """
+    m, A = mask.to(logp.dtype), adv[:, None]
+    log_r = (logp - old_logp).masked_fill(m == 0, 0)
+    s = (log_r.sum(dim=1, keepdim=True) / m.sum(dim=1, keepdim=True).clamp(min=1)).clamp(-20, 20).exp()       # (B, 1)
+    free, held = s * A, s.clamp(1 - eps_low, 1 + eps_high) * A                                # (B, 1)
+    per_token = -torch.minimum(free, held).expand_as(logp)
+    n, rows = m.sum(dim=1, keepdim=True), (m.sum(dim=1) > 0).to(m.dtype).sum().clamp(min=1)   # see aggregate_loss
+    divisor = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
+               "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}[agg]
+    loss = (per_token.masked_fill(m == 0, 0) / divisor).sum()
+    return loss, {"clip_frac": ((free > held) & (n > 0)).to(m.dtype).sum() / rows,
+                  "ratio_min": s.masked_fill(n == 0, float("inf")).min(), "ratio_max": s.masked_fill(n == 0, 0).max()}
+
+
+def cispo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2,
+                      agg="token_mean", constant=None):
+    """CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is clipped, the token's gradient is not:
+
+        -sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi
+
+    Exactly the tokens that PPO's clip silences keep a gradient here. eps_low = 1 leaves no lower bound, as the paper
+    trains. Shapes as in ppo_policy_loss; clip_frac: tokens whose ratio is outside the band on the side A pushes to.
+    """
+    m = mask.to(logp.dtype)
+    r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                         # (B, T)
+    A = adv[:, None]                                                                          # (B, 1)
+    weight = r.detach().clamp(1 - eps_low, 1 + eps_high)
+    per_token, clipped = -weight * A * logp, r * A > weight * A
+    n, rows = m.sum(dim=1, keepdim=True), (m.sum(dim=1) > 0).to(m.dtype).sum().clamp(min=1)   # see aggregate_loss
+    divisor = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
+               "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}[agg]
+    loss = (per_token.masked_fill(m == 0, 0) / divisor).sum()
+    return loss, {"clip_frac": (clipped * m).sum() / m.sum().clamp(min=1),
+                  "ratio_min": r.masked_fill(m == 0, float("inf")).min(), "ratio_max": r.masked_fill(m == 0, 0).max()}
+
+
+def gmpo_policy_loss(logp, old_logp, adv, mask, eps_low=0.4, eps_high=0.4, agg="seq_mean_token_mean", constant=None):
+    """GMPO (arXiv 2507.20673): the geometric mean of an episode's ratios, each clipped, in place of the arithmetic:
+
+        m_it = sign(A) min(sign(A) log r, sign(A) clip(log r, -eps_low, eps_high))        loss = -mean_i A_i exp(mean_t m_it)
+
+    The bounds are on log r. Always a mean over episodes with a token: agg and constant are there for the common
+    signature and do nothing. Shapes as in ppo_policy_loss; clip_frac in tokens.
+    """
+    m, A = mask.to(logp.dtype), adv[:, None]
+    log_r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20)                           # (B, T)
+    free, held = A.sign() * log_r, A.sign() * log_r.clamp(-eps_low, eps_high)
+    n = m.sum(dim=1, keepdim=True)                                                            # (B, 1)
+    geometric = ((A.sign() * torch.minimum(free, held)).sum(dim=1, keepdim=True) / n.clamp(min=1)).exp()
+    loss = -((A * geometric).masked_fill(n == 0, 0)).sum() / (n > 0).to(m.dtype).sum().clamp(min=1)
+    r = log_r.exp()
+    return loss, {"clip_frac": ((free > held) * m).sum() / m.sum().clamp(min=1),
+                  "ratio_min": r.masked_fill(m == 0, float("inf")).min(), "ratio_max": r.masked_fill(m == 0, 0).max()}
+
+
+def sapo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2,
+                     agg="seq_mean_token_mean", constant=None, tau_pos=1.0, tau_neg=1.05):
+    """SAPO (arXiv 2511.20347): a soft gate in place of the clip; the gradient fades as r leaves 1, and never ends:
+
+        -(4 / tau) sigmoid(tau (r - 1)) A          tau = tau_pos where A > 0, else tau_neg (a little harder)
+
+    eps_low and eps_high are there for the common signature and do nothing: nothing is clipped, clip_frac is 0. Shapes as
+    in ppo_policy_loss.
+    """
+    m = mask.to(logp.dtype)
+    r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                         # (B, T)
+    A = adv[:, None]                                                                          # (B, 1)
+    tau = torch.where(A > 0, torch.full_like(A, tau_pos), torch.full_like(A, tau_neg))        # (B, 1)
+    per_token, clipped = -4 / tau * torch.sigmoid(tau * (r - 1)) * A, torch.zeros_like(m)
+    n, rows = m.sum(dim=1, keepdim=True), (m.sum(dim=1) > 0).to(m.dtype).sum().clamp(min=1)   # see aggregate_loss
+    divisor = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
+               "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}[agg]
+    loss = (per_token.masked_fill(m == 0, 0) / divisor).sum()
+    return loss, {"clip_frac": (clipped * m).sum() / m.sum().clamp(min=1),
+                  "ratio_min": r.masked_fill(m == 0, float("inf")).min(), "ratio_max": r.masked_fill(m == 0, 0).max()}
+
+
+def dppo_policy_loss(logp, old_logp, adv, mask, eps_low=0.15, eps_high=0.15,
+                     agg="token_mean", constant=None):
+    """DPPO (arXiv 2602.04879): a trust region in probabilities, not in ratios (the total-variation form):
+
+        -sg(min(r, 20)) A log pi        kept where A > 0 and pi - pi_old <= eps_high, or A <= 0 and pi - pi_old >= -eps_low
+
+    A rare token may double and double again, a likely one may not move by more than eps. What is not kept has no
+    gradient and still counts as a token. Shapes as in ppo_policy_loss; clip_frac: tokens not kept.
+    """
+    m = mask.to(logp.dtype)
+    r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                         # (B, T)
+    A = adv[:, None]                                                                          # (B, 1)
+    moved = (logp.exp() - old_logp.exp()).detach()
+    clipped = torch.where(A > 0, moved > eps_high, moved < -eps_low)
+    per_token = -r.detach().clamp(max=20) * A * logp * ~clipped
+    n, rows = m.sum(dim=1, keepdim=True), (m.sum(dim=1) > 0).to(m.dtype).sum().clamp(min=1)   # see aggregate_loss
+    divisor = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
+               "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}[agg]
+    loss = (per_token.masked_fill(m == 0, 0) / divisor).sum()
+    return loss, {"clip_frac": (clipped * m).sum() / m.sum().clamp(min=1),
+                  "ratio_min": r.masked_fill(m == 0, float("inf")).min(), "ratio_max": r.masked_fill(m == 0, 0).max()}
+
+
+def pg_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2,
+                   agg="token_mean", constant=None):
+    """The plain policy gradient, no ratio and no clip: -A log pi (REINFORCE; GPG, arXiv 2504.02546).
+
+    eps_low and eps_high are there for the common signature and do nothing; the ratio is reported, not used. Shapes as in
+    ppo_policy_loss; clip_frac is 0.
+    """
+    m = mask.to(logp.dtype)
+    r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                         # (B, T)
+    A = adv[:, None]                                                                          # (B, 1)
+    per_token, clipped = -A * logp, torch.zeros_like(m)
+    n, rows = m.sum(dim=1, keepdim=True), (m.sum(dim=1) > 0).to(m.dtype).sum().clamp(min=1)   # see aggregate_loss
+    divisor = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
+               "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}[agg]
+    loss = (per_token.masked_fill(m == 0, 0) / divisor).sum()
+    return loss, {"clip_frac": (clipped * m).sum() / m.sum().clamp(min=1),
+                  "ratio_min": r.masked_fill(m == 0, float("inf")).min(), "ratio_max": r.masked_fill(m == 0, 0).max()}
+
+
+POLICY_LOSSES = {"token": ppo_policy_loss, "sequence": gspo_policy_loss, "cispo": cispo_policy_loss,
+                 "gmpo": gmpo_policy_loss, "sapo": sapo_policy_loss, "dppo": dppo_policy_loss, "none": pg_policy_loss}
+
+
+def policy_loss(logp, old_logp, adv, mask, cfg):
+    """The loss that cfg.ratio_level names, with cfg's clip range and aggregation."""
+    return POLICY_LOSSES[cfg.ratio_level](logp, old_logp, adv, mask, cfg.eps_low, cfg.eps_high, cfg.agg, cfg.agg_constant)
+
+
+# --------------------------------------------------------------------------------------------------
+# The update
+# --------------------------------------------------------------------------------------------------
+
+UPDATE_STATS = ("clip_frac", "approx_kl", "ratio_min", "ratio_max", "entropy", "grad_norm", "kl_ref")
+
+
+def rl_update(model, optimizer, episodes, cfg, generator, ref_model=None):
+    """cfg.epochs passes of cfg.minibatches optimizer steps over the episodes; changes model. Gives a dict of statistics.
+
+    FloatingPointError before a step with a loss or gradient that is not finite: the weights stay the last good ones.
+    """
+    if not episodes:                            # dynamic sampling or filtering left nothing
+        return {**dict.fromkeys(UPDATE_STATS, math.nan), "sec_old": 0.0}
+    batch, advantages = collate(episodes), compute_advantages(episodes, cfg)
+    if cfg.mask_truncated:                      # overlong filtering (DAPO): they still count in their group's baseline
+        batch["mask"] &= ~torch.tensor([episode["env"].truncated for episode in episodes])[:, None]
+    # pi_old: recomputed by the trainer's own function, not taken from the sampler, so that r is exactly 1 at first
+    started = time.perf_counter()
+    with torch.no_grad():
+        batch["old_logp"] = token_logps(model, batch, cfg.temperature)                        # (N, T)
+        if ref_model is not None:
+            batch["ref_logp"] = token_logps(ref_model, batch, cfg.temperature)
+    sec_old, steps = time.perf_counter() - started, []
+    for _ in range(cfg.epochs):
+        for rows in torch.randperm(len(episodes), generator=generator).chunk(cfg.minibatches):
+            part, adv = {name: tensor[rows] for name, tensor in batch.items()}, advantages[rows]
+            mask = part["mask"]
+            if not mask.any():                  # every episode truncated and masked: nothing to learn from, no step
+                continue
+            logp, entropy = token_logps(model, part, cfg.temperature, with_entropy=True)      # (B, T)
+            loss, stats = policy_loss(logp, part["old_logp"], adv, mask, cfg)
+            # approx_kl: KL(pi_old || pi), the tokens being pi_old's
+            stats["approx_kl"] = kl_penalty(part["old_logp"], logp.detach(), "k3")[mask].mean()
+            if ref_model is not None:
+                kl = kl_penalty(logp, part["ref_logp"], cfg.kl_kind)[mask].mean()
+                loss, stats["kl_ref"] = loss + cfg.kl_coef * kl, kl
+            optimizer.zero_grad()
+            loss.backward()
+            stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+            if not (torch.isfinite(loss) and torch.isfinite(stats["grad_norm"])):
+                raise FloatingPointError(f"loss {loss.item()}, gradient norm {stats['grad_norm'].item()}; look at the "
+                                         f"learning rate ({cfg.lr}) and at ratio_max, {float(stats['ratio_max']):.3g}")
+            if adv.any() or ref_model is not None:          # with nothing to learn, Adam's momentum would still move
+                optimizer.step()
+            steps.append({name: float(value.detach()) for name, value in {**stats, "entropy": entropy}.items()})
+    combine = {"ratio_min": min, "ratio_max": max}
+    stats = {name: combine.get(name, mean)([s[name] for s in steps if name in s] or [math.nan]) for name in UPDATE_STATS}
+    return {**stats, "sec_old": sec_old}
+
+
+# --------------------------------------------------------------------------------------------------
+# The loop
+# --------------------------------------------------------------------------------------------------
+
+WARMUP_STEPS = 6
+
+
+def train_rl(model, tok, cfg, train_tasks, eval_tasks=None, ref_model=None, env_factory=None, on_step=None):
+    """Trains model in place. Gives the history, a dict a step: behavior_stats of all that was sampled, the update's
+    statistics (nan where there was no update), and
+
+        episodes         sampled in the step, kept or not       zero_adv_frac   sampled groups of equal rewards
+        tokens           of them all, the environment's too     tokens_trained  likewise of those kept
+        eval_pass_rate   on eval_tasks, every eval_every steps and after the last; else nan
+        sec_sample, sec_update   seconds, of the update sec_old for the old log-probabilities
+
+    ref_model: where the KL term pulls to; the starting model, frozen, if kl_coef > 0 and none is given. on_step(row) is
+    called after each step and ends the training by returning True. ValueError for a cfg that makes no sense.
+    """
+    check_config(cfg, len(train_tasks))
+    if cfg.kl_coef > 0 and ref_model is None:
+        ref_model = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), foreach=True)
+    history = []
+    for step in range(cfg.steps):
+        generator = step_generator(cfg.seed, step)
+        for group in optimizer.param_groups:
+            group["lr"] = cfg.lr * min(1, (step + 1) / WARMUP_STEPS)
+        started = time.perf_counter()
+        kept, sampled = sample_step(model, tok, cfg, train_tasks, generator, env_factory)
+        half_way = time.perf_counter()
+        try:
+            update = rl_update(model, optimizer, kept, cfg, generator, ref_model)
+        except FloatingPointError as error:
+            raise FloatingPointError(f"step {step}: {error}") from None
+        ended = time.perf_counter()
+        groups = [sampled[i:i + cfg.group_size] for i in range(0, len(sampled), cfg.group_size)]
+        row = {"step": step, **behavior_stats(sampled), "episodes": len(sampled),
+               "tokens": sum(len(episode["ids"]) for episode in sampled),
+               "tokens_trained": sum(len(episode["ids"]) for episode in kept), "zero_adv_frac": mean(all_equal(group) for group in groups),
+               **update, "eval_pass_rate": math.nan, "sec_sample": half_way - started, "sec_update": ended - half_way}
+        if eval_tasks and cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps - 1):
+            row["eval_pass_rate"] = evaluate(model, tok, eval_tasks, cfg.eval_samples, cfg, env_factory)["pass_rate"]
+        history.append(row)
+        if on_step and on_step(row):
+            break
+    return history
+
+
+def evaluate(model, tok, tasks, n_samples, cfg, env_factory=None, keep=None):
+    """behavior_stats over n_samples episodes a task, sampled at cfg.temperature in the gym that cfg describes.
+
+    The same cfg.seed gives the same stream of chance, whatever was trained before. keep: a list to put the episodes in.
+    """
+    episodes = sample_groups(model, tok, tasks, n_samples, cfg, step_generator(cfg.seed, -1), env_factory)
+    if keep is not None:
+        keep += episodes
+    return behavior_stats(episodes)
+
+
+# --------------------------------------------------------------------------------------------------
+# Command line
+# --------------------------------------------------------------------------------------------------
+
+def add_config_flags(parser):
+    """A flag for every field of RLConfig but the callable one; a flag that is not given leaves no trace in the result."""
+    def reader(field):
+        kinds = getattr(field.type, "__args__", (field.type,))
+        kind, what = kinds[0], {bool: "true or false", int: "a whole number", float: "a number", str: "a name"}[kinds[0]]
+
+        def read(text):
+            try:
+                if text.lower() == "none" and len(kinds) > 1:
+                    return None
+                return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+            except (KeyError, ValueError):
+                what_else = " or none" if len(kinds) > 1 else ""
+                raise argparse.ArgumentTypeError(f"{text!r} is not {what}{what_else}") from None
+        return read
+
+    group = parser.add_argument_group("fields of RLConfig, each explained where the class is")
+    for field in fields(RLConfig):
+        if field.name != "reward":
+            group.add_argument(f"--{field.name}", type=reader(field), default=argparse.SUPPRESS, metavar="X",
+                               help=f"default {field.default}")
+
+
+def given_fields(args):
+    """The RLConfig fields that were given as flags, as a dict."""
+    return {field.name: getattr(args, field.name) for field in fields(RLConfig) if hasattr(args, field.name)}
+
+
+def usable_config(preset, given, n_tasks=len(TRAIN_TASKS)):
+    """RLConfig of a preset's fields, overridden by the given ones; one line and exit status 2 if it makes no sense."""
+    cfg = RLConfig(**{**preset, **given})
+    try:
+        check_config(cfg, n_tasks)
+    except ValueError as error:
+        fail(f"--{error}")
+    return cfg
+
+
+def open_for_writing(flag, path, mode):
+    """The file opened, or one line and exit status 2: before any work, not when there is something to write."""
+    try:
+        return open(path, mode, encoding="utf-8")
+    except OSError as error:
+        fail(f"{flag} {path}: cannot be written: {error.strerror}")
+
+
+def save_model(model, tok, cfg, path):
+    """Writes a checkpoint that --init reads; through a second file, so that a full disk costs no earlier one."""
+    config = {name: value for name, value in asdict(cfg).items() if name != "reward"}
+    torch.save({"model": model.state_dict(), "words": list(tok), "config": config}, path + ".part")
+    os.replace(path + ".part", path)
+
+
+def load_model(tok, path):
+    """The policy in a checkpoint of save_model; one line and exit status 2 if the file is missing or is none."""
+    model = Policy(len(tok))
+    try:
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+        if saved["words"] != list(tok):
+            raise ValueError("another tokenizer")
+        model.load_state_dict(saved["model"])
+    except OSError as error:
+        fail(f"--init {path}: cannot be read: {error.strerror}")
+    except Exception as error:          # torch.load and load_state_dict fail in many ways on a file that is none of ours
+        fail(f"--init {path}: not a model that --save has written ({type(error).__name__})")
+    return model
+
+
+COLUMNS = {     # heading of the progress table -> column of the history, width, decimals
+    "step": ("step", 4, 0), "reward": ("reward", 7, 2), "reads": ("reads", 6, 2), "first ok": ("first_edit_right", 9, 2),
+    "tokens": ("policy_tokens", 7, 1), "entropy": ("entropy", 8, 2), "clip": ("clip_frac", 6, 3),
+    "grad": ("grad_norm", 6, 2), "zero adv": ("zero_adv_frac", 9, 2), "held-out": ("eval_pass_rate", 9, 2)}
+
+
+def cell(value, width, decimals):
+    return " " * (width - 1) + "-" if value != value else f"{value:{width}.{decimals}f}"       # nan is a dash
+
+
+def print_outcome(before, after, episodes):
+    """The final table: the base agent beside the trained one; then what held-out episodes look like."""
+    columns = ["pass_rate", "read_first", "first_edit_right", "reads", "tests", "edits", "turns", "policy_tokens",
+               "truncated"]
+    print(f"\n{'':22}" + "".join(f"{name.replace('_', ' '):>{len(name) + 2}}" for name in columns))
+    for name, stats in [*before.items(), *after.items()]:
+        print(f"{name:22}" + "".join(cell(stats[c], len(c) + 2, 2) for c in columns))
+    shapes = Counter(", ".join("edit OP" if call[:1] == ["edit"] else " ".join(call) for call in e["calls"])
+                     for e in episodes)
+    print(f"\nthe most common of the {len(episodes)} held-out episodes after training")
+    for shape, count in shapes.most_common(5):
+        print(f"{count:5}  {shape}")
+
+
+def main():
+    parser = one_line_parser(__doc__)
+    add_config_flags(parser)
+    parser.add_argument("--variant", metavar="NAME", help="a preset of variants.py; flags given beside it override it")
+    parser.add_argument("--base", choices=("rl", "plain"), help="the starting policy (default rl)")
+    parser.add_argument("--init", metavar="FILE", help="start from a model that --save wrote, instead of a base agent")
+    parser.add_argument("--save", metavar="FILE", help="write the trained model")
+    parser.add_argument("--log", metavar="FILE", help="write the history as JSON lines, the configuration first")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads; two pay on an idle machine (default 1)")
+    parser.add_argument("--quiet", action="store_true", help="print the final tables only")
+    parser.add_argument("--bench", action="store_true", help="measure the speed of training instead")
+    args = parser.parse_args()
+    preset = {}
+    if args.variant is not None:
+        from variants import VARIANTS, describe                 # here: at the top of the file it would be a circle
+        if args.variant not in VARIANTS:
+            fail(f"--variant: unknown variant {args.variant!r}; known: {', '.join(VARIANTS)}")
+        preset = VARIANTS[args.variant]
+    cfg = usable_config(preset, given_fields(args))
+    if args.init and args.base:
+        fail("--base: cannot be given with --init, which is a starting policy too")
+    if not 1 <= args.threads <= 64:
+        fail(f"--threads: {args.threads} must be from 1 to 64")
+    torch.set_num_threads(args.threads)
+    tok = build_tokenizer()
+    model = load_model(tok, args.init) if args.init else None
+    if args.save:
+        existed = os.path.exists(args.save)
+        open_for_writing("--save", args.save, "a").close()
+        if not existed:
+            os.remove(args.save)
+    log = open_for_writing("--log", args.log, "w") if args.log else None
+    say = (lambda *words: None) if args.quiet else (lambda *words: print(*words, flush=True))
+    if args.variant is not None:
+        say(describe(args.variant, given_fields(args)))
+    sys.exit(run(args, cfg, tok, model, log, say))
+
+
+def run(args, cfg, tok, model, log, say):
+    """Base agent, training, evaluation and tables, as main was told. Gives the exit status."""
+    started = time.perf_counter()
+    if model is None:
+        say(f"base agent ({args.base or 'rl'}), by imitation:")
+        make = make_base_agent if args.base == "plain" else make_rl_base
+        model = make(tok, cfg.seed, quiet=args.quiet)
+    if args.bench:
+        bench(model, tok, cfg)
+        return 0
+    sets = {"training tasks": TRAIN_TASKS, "held-out tasks": HELDOUT_TASKS}
+    before = {f"before, {name}": evaluate(model, tok, tasks, 16, cfg) for name, tasks in sets.items()}
+    status, rows, interrupted = 0, [], []
+
+    def write(line):
+        nonlocal log, status
+        try:
+            if log:
+                print(json.dumps(line), file=log, flush=True)
+        except OSError as error:
+            say(f"--log {args.log}: {error.strerror}; going on without it, what it holds stays")
+            log, status = None, 1
+
+    def on_step(row):
+        rows.append(row)
+        write({name: None if value != value else value for name, value in row.items()})
+        if row["step"] % 5 == 0 or row["step"] == cfg.steps - 1 or interrupted:
+            say("".join(cell(row[name], width, digits) for name, width, digits in COLUMNS.values())
+                + f"{time.perf_counter() - started:9.1f}")
+        return bool(interrupted)
+
+    def on_interrupt(*_):               # finish the step, so that the model is whole; a second Ctrl-C ends at once
+        interrupted.append(True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    write({"config": {**asdict(cfg), "reward": None}, "variant": args.variant, "base": args.init or args.base or "rl",
+           "torch": torch.__version__, "threads": args.threads})
+    say(f"\ntraining, {cfg.steps} steps of {cfg.prompts_per_step} tasks x {cfg.group_size} attempts, seed {cfg.seed}:")
+    say("".join(f"{name:>{width}}" for name, (_, width, _) in COLUMNS.items()) + f"{'seconds':>9}")
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        train_rl(model, tok, cfg, TRAIN_TASKS, HELDOUT_TASKS, on_step=on_step)
+    except FloatingPointError as error:
+        print(f"grpo.py: stopped at {error}; the model is that of the step before", file=sys.stderr)
+        status = 1
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if args.save:
+        try:
+            save_model(model, tok, cfg, args.save)
+        except (OSError, RuntimeError) as error:        # torch reports a full disk as a RuntimeError
+            print(f"grpo.py: --save {args.save}: not written: {str(error).splitlines()[0]}", file=sys.stderr)
+            status = 1
+    if interrupted or status:
+        last = f"reward {rows[-1]['reward']:.2f}, reads {rows[-1]['reads']:.2f}" if rows else "nothing finished"
+        say(f"stopped after {len(rows)} of {cfg.steps} steps: {last}"
+            + "".join(f"; {flag} {path} is written" for flag, path in (("--log", args.log), ("--save", args.save)) if path))
+        return 130 if interrupted else status
+    episodes = []
+    after = {"after, training tasks": evaluate(model, tok, TRAIN_TASKS, 16, cfg),
+             "after, held-out tasks": evaluate(model, tok, HELDOUT_TASKS, 16, cfg, keep=episodes)}
+    print_outcome(before, after, episodes)
+    say(f"\n{time.perf_counter() - started:.1f} seconds in all, {args.threads} torch thread(s)")
+    return status
+
+
+def matrix_rate():
+    """Floating-point operations per second of a 1024 x 1024 float32 product, the best of several."""
+    a, b, best = torch.randn(1024, 1024), torch.randn(1024, 1024), math.inf
+    for _ in range(20):
+        started = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - started)
+    return 2 * 1024 ** 3 / best
+
+
+def bench(model, tok, cfg):
+    """Trains without evaluation and prints where the time goes and how near to the machine's limit that is.
+
+    Useful work: 2 operations per parameter and token for a forward pass, 4 for a backward pass. A token is sampled
+    (2), gets its old log-probability (2) and is trained on (6); padding is not counted.
+    """
+    cfg = RLConfig(**{**asdict(cfg), "eval_every": 0})
+    rate = matrix_rate()
+    started = time.perf_counter()
+    history = train_rl(model, tok, cfg, TRAIN_TASKS)
+    seconds = time.perf_counter() - started
+    rate = max(rate, matrix_rate())
+    phases = {"sampling": sum(row["sec_sample"] for row in history), "old log-probs": sum(row["sec_old"] for row in history)}
+    phases["update"] = sum(row["sec_update"] for row in history) - phases["old log-probs"]
+    phases["the rest"] = seconds - sum(phases.values())
+    print(f"\n{cfg.steps} steps in {seconds:.2f} s, {torch.get_num_threads()} torch thread(s)")
+    for name, part in phases.items():
+        print(f"  {name:14} {part:6.2f} s {part / seconds:6.1%}")
+    episodes, tokens = sum(row["episodes"] for row in history), sum(row["tokens"] for row in history)
+    policy_tokens = sum(row["episodes"] * row["policy_tokens"] for row in history)
+    print(f"  per second: {episodes / seconds:.0f} episodes, {policy_tokens / seconds:.0f} policy tokens, "
+          f"{tokens / seconds:.0f} tokens")
+    parameters = sum(p.numel() for p in model.parameters())
+    work = parameters * (2 * tokens + 8 * cfg.epochs * sum(row["tokens_trained"] for row in history))
+    print(f"  useful work {work / seconds / 1e9:.1f} GFLOP/s, {work / seconds / rate:.2f} of the {rate / 1e9:.0f} "
+          f"GFLOP/s of a 1024 x 1024 product")
+    try:
+        import resource
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 20 if sys.platform == "darwin" else 2 ** 10)
+        print(f"  peak memory {peak:.0f} MB")
+    except ImportError:
+        print("  peak memory: not known on this system")
+
+
+if __name__ == "__main__":
+    main()
