@@ -1,12 +1,13 @@
 """Grids of runs over seeds, as plain tables: what a difference between two runs is worth.
 
-Read variants.py first. Every arm of a grid is trained from the same base agents on the same seeds, so arms are compared
-pair by pair. Finished runs are kept in --out: a second call with the same file runs only what is missing.
+Read variants.py first. Every arm of a grid is trained from the same base agents on the same seeds, so arms
+are compared pair by pair. Finished runs are kept in --out: a second call with the same file runs only what
+is missing.
 
-    python ablate.py --list                                        the grids, their runs, about how long
-    python ablate.py                                               the grid `arms` on three seeds
-    python ablate.py settings --seeds 5 --out runs.jsonl           another grid; killed, it goes on where it was
-    python ablate.py arms --seeds 10 --lr 5e-4 --plot figures      any field of RLConfig, for all arms; figures
+    python ablate.py --list                                    the grids, their runs, about how long
+    python ablate.py                                           the grid `arms` on three seeds
+    python ablate.py settings --seeds 5 --out runs.jsonl       another grid; killed, it goes on where it was
+    python ablate.py arms --seeds 10 --lr 5e-4 --plot figures  any field of RLConfig, for all arms; figures
 """
 import hashlib
 import json
@@ -25,15 +26,15 @@ import torch
 
 from agent import build_tokenizer, collate, token_logps
 from env import FUNCTION_NAMES, TRAIN_TASKS, fail, one_line_parser, randomize_names, seed_list
-from grpo import (RLConfig, add_config_flags, all_equal, behavior_stats, evaluate, given_fields, make_env, mean,
-                  rl_update, sample_groups, sample_step, step_generator, usable_config)
+from grpo import (RLConfig, add_config_flags, all_equal, behavior_stats, evaluate, given_fields, make_env,
+                  mean, rl_update, sample_groups, sample_step, step_generator, usable_config)
 from variants import VARIANTS, base_weights, cores, late, load_weights, train_and_evaluate
 
 # --------------------------------------------------------------------------------------------------
 # The grids
 # --------------------------------------------------------------------------------------------------
-# name -> what it is for, steps of a run, arms (name -> the fields it changes; the first arm is what the others are
-# compared with), columns of its table. Beside RLConfig fields an arm may have
+# name -> what it is for, steps of a run, arms (name -> the fields it changes; the first arm is what the
+# others are compared with), columns of its table. Beside RLConfig fields an arm may have
 #   base   "plain", or the players that its base agent imitates, in place of the RL base
 #   names  "training": episodes of training draw their function's name from the training tasks' names only
 
@@ -42,10 +43,12 @@ def informed(n):
     return dict(base=["random", "blind"] * n + ["oracle"])
 
 
-ARM_COLUMNS = ["late reward", "held-out", "reads", "first ok", "tokens", "clip", "zero adv", "eps/step", "eps to .8"]
+ARM_COLUMNS = ["late reward", "held-out", "reads", "first ok", "tokens", "clip %", "zero adv", "eps/step",
+               "eps to .8"]
 GRIDS = {
     "arms": dict(
-        what="section 9.6: one field of the default changed at a time", steps=40, columns=ARM_COLUMNS, arms={
+        what="section 9.6: one field of the default changed at a time", steps=40, columns=ARM_COLUMNS,
+        arms={
             "default": {},
             "scale none": dict(scale="none"),
             "seq_mean_token_mean": dict(agg="seq_mean_token_mean"),
@@ -53,7 +56,9 @@ GRIDS = {
             "dynamic sampling": dict(dynamic_sampling=True)}),
     "settings": dict(
         what="sections 9.3, 9.4: memorise, stack, stall, read, and the control", steps=80,
-        columns=["train", "held-out", "read 1st", "first ok", "edits", "turns", "tokens", "first ok tr", "entropy"], arms={
+        columns=["train", "held-out", "read 1st", "first ok", "edits", "turns", "tokens", "first ok tr",
+                 "entropy"],
+        arms={
             "RL default": {},
             "RL original": dict(rename=False, max_edits=None),
             "plain original": dict(base="plain", rename=False, max_edits=None),
@@ -61,19 +66,24 @@ GRIDS = {
             "plain one-edit": dict(base="plain")}),
     "variants": dict(
         what="section 9.5 and since: every preset", steps=40,
-        columns=["late reward", "held-out", "read 1st", "reads", "tokens", "clip", "kl_ref", "entropy", "eps/step"],
+        columns=["late reward", "held-out", "read 1st", "reads", "tokens", "clip %", "kl_ref", "entropy",
+                 "eps/step"],
         arms=VARIANTS),
     "groups": dict(
-        what="section 9.7: attempts against tasks at 64 episodes", steps=80, arms={"default": {}}, columns=[]),
+        what="section 9.7: attempts against tasks at 64 episodes", steps=80,
+        arms={"default": {}}, columns=[]),
     "zero": dict(
         what="section 9.7: groups of equal rewards kept, dropped, or replaced", steps=80,
-        columns=["late reward", "held-out", "zero early", "zero late", "eps early", "eps late", "eps to .8", "steps to .8"],
+        columns=["late reward", "held-out", "zero early", "zero late", "eps early", "eps late", "eps to .8",
+                 "steps to .8"],
         arms={"kept": {}, "dropped": dict(filter_zero_adv=True), "replaced": dict(dynamic_sampling=True)}),
     "length": dict(
         what="section 9.7: lengths of passes and failures by aggregation", steps=40,
-        columns=["tokens", "tokens pass", "tokens fail", "turns", "turns pass", "turns fail", "reads", "held-out"],
+        columns=["tokens", "tokens pass", "tokens fail", "turns", "turns pass", "turns fail", "reads",
+                 "held-out"],
         arms={"token_mean": {}, "seq_mean_token_mean": dict(agg="seq_mean_token_mean"),
-              "seq_mean_token_sum": dict(agg="seq_mean_token_sum"), "constant 24": dict(agg="constant", agg_constant=24.0)}),
+              "seq_mean_token_sum": dict(agg="seq_mean_token_sum"),
+              "constant 24": dict(agg="constant", agg_constant=24.0)}),
     "informed": dict(
         what="exercise 2: how rare may informed play be in the base agent", steps=80,
         columns=["base reads", "base right", "late reward", "held-out", "read 1st", "first ok"],
@@ -88,7 +98,8 @@ GRIDS = {
         arms={"no KL": {}, **{f"{kind} {coef}": dict(kl_kind=kind, kl_coef=coef)
                               for kind in ("k1", "k2", "k3") for coef in (0.01, 0.1, 1.0)}}),
     "gspo": dict(
-        what="exercise 6: spread of a sequence's log-ratio against its length", steps=20, arms={"default": {}}, columns=[]),
+        what="exercise 6: spread of a sequence's log-ratio against its length", steps=20,
+        arms={"default": {}}, columns=[]),
 }
 
 
@@ -110,24 +121,31 @@ def until(run, what):
     return math.nan
 
 
-# heading -> a number of a run, decimals. `late`: the last ten steps of training; held-out, train, reads, first ok, edits
-# and turns: 8 episodes a task after training (reads and so on of the held-out ones); the rest are means over all steps
+# heading -> a number of a run, decimals. `late`: the last ten steps of training; held-out, train, reads,
+# first ok, edits and turns: 8 episodes a task after training (reads and so on of the held-out ones); the
+# rest are means over all steps
 COLUMNS = {
     "late reward": (lambda run: late(run["history"], "reward"), 2),
     "train": (at_end("train", "pass_rate"), 2), "held-out": (at_end("heldout", "pass_rate"), 2),
     "reads": (at_end("heldout", "reads"), 2), "read 1st": (at_end("heldout", "read_first"), 2),
-    "first ok": (at_end("heldout", "first_edit_right"), 2), "first ok tr": (at_end("train", "first_edit_right"), 2),
-    "edits": (at_end("heldout", "edits"), 2), "turns": (over_steps("turns"), 2), "tokens": (over_steps("policy_tokens"), 1),
+    "first ok": (at_end("heldout", "first_edit_right"), 2),
+    "first ok tr": (at_end("train", "first_edit_right"), 2),
+    "edits": (at_end("heldout", "edits"), 2), "turns": (over_steps("turns"), 2),
+    "tokens": (over_steps("policy_tokens"), 1),
     "turns pass": (over_steps("turns_pass"), 2), "turns fail": (over_steps("turns_fail"), 2),
-    "tokens pass": (over_steps("policy_tokens_pass"), 1), "tokens fail": (over_steps("policy_tokens_fail"), 1),
-    "clip": (over_steps("clip_frac"), 4), "kl_ref": (over_steps("kl_ref"), 2), "entropy": (over_steps("entropy"), 2),
+    "tokens pass": (over_steps("policy_tokens_pass"), 1),
+    "tokens fail": (over_steps("policy_tokens_fail"), 1),
+    "clip %": (lambda run: 100 * over_steps("clip_frac")(run), 2), "kl_ref": (over_steps("kl_ref"), 2),
+    "entropy": (over_steps("entropy"), 2),
     "zero adv": (over_steps("zero_adv_frac"), 2), "eps/step": (over_steps("episodes"), 0),
     "zero early": (lambda run: mean(row["zero_adv_frac"] for row in run["history"][:10]), 2),
     "zero late": (lambda run: late(run["history"], "zero_adv_frac", 20), 2),
     "eps early": (lambda run: mean(row["episodes"] for row in run["history"][:10]), 0),
     "eps late": (lambda run: late(run["history"], "episodes", 20), 0),
-    "eps to .8": (lambda run: until(run, "episodes"), 0), "steps to .8": (lambda run: until(run, "steps"), 0),
-    "base reads": (at_end("before", "read_first"), 2), "base right": (at_end("before", "read_then_right"), 2),
+    "eps to .8": (lambda run: until(run, "episodes"), 0),
+    "steps to .8": (lambda run: until(run, "steps"), 0),
+    "base reads": (at_end("before", "read_first"), 2),
+    "base right": (at_end("before", "read_then_right"), 2),
 }
 
 # --------------------------------------------------------------------------------------------------
@@ -136,7 +154,10 @@ COLUMNS = {
 
 
 def training_names_env(task, cfg, rng):
-    """make_env with names of training tasks only. Drawn again until it fits, so the words it must avoid are avoided."""
+    """make_env with names of training tasks only.
+
+    Drawn again until it fits, so the words it must avoid are avoided.
+    """
     allowed = {t["name"] for t in TRAIN_TASKS}
     renamed = randomize_names(task, rng)
     while renamed["issue"][2] not in allowed:
@@ -145,7 +166,10 @@ def training_names_env(task, cfg, rng):
 
 
 def run_one(job, weights):
-    """Trains one arm on one seed, or measures what the grids `groups` and `gspo` measure. Gives the result, a dict."""
+    """Trains one arm on one seed, or measures what the grids `groups` and `gspo` measure.
+
+    Gives the result, a dict.
+    """
     torch.set_num_threads(1)
     tok, cfg = build_tokenizer(), RLConfig(**job["config"])
     if job["grid"] == "gspo":
@@ -161,10 +185,11 @@ def run_one(job, weights):
 
 
 def informative_groups(model, tok, cfg, draws=10):
-    """For G = 4, 8, 16 at 64 episodes: [G, share of groups whose rewards differ, the prediction, distinct tasks].
+    """For G = 4, 8, 16 at 64 episodes:
+    [G, share of groups whose rewards differ, the prediction, distinct tasks].
 
-    A task of pass rate p gives a group without variance with probability p^G + (1 - p)^G. p is estimated from 64 other
-    episodes a task.
+    A task of pass rate p gives a group without variance with probability p^G + (1 - p)^G. p is estimated
+    from 64 other episodes a task.
     """
     apart = sample_groups(model, tok, TRAIN_TASKS, 64, cfg, step_generator(cfg.seed, -2))
     rates = [mean(episode["reward"] for episode in apart[i:i + 64]) for i in range(0, len(apart), 64)]
@@ -180,7 +205,8 @@ def informative_groups(model, tok, cfg, draws=10):
 
 
 def sequence_ratios(model, tok, cfg):
-    """[policy tokens, log s, the sum of squared token log-ratios] of episodes that the last minibatch has not seen.
+    """[policy tokens, log s, the sum of squared token log-ratios]
+    of episodes that the last minibatch has not seen.
 
     Each step: sample, update on one half of the episodes, and compare the other half before and after.
     """
@@ -195,7 +221,7 @@ def sequence_ratios(model, tok, cfg):
             old = token_logps(model, batch)
         rl_update(model, optimizer, episodes[:middle], half, generator)
         with torch.no_grad():
-            log_r = token_logps(model, batch) - old                                           # (B, T), 0 off the mask
+            log_r = token_logps(model, batch) - old                       # (B, T), 0 off the mask
         n = batch["mask"].sum(dim=1)
         pairs += torch.stack((n, log_r.sum(dim=1) / n, (log_r ** 2).sum(dim=1)), dim=1).tolist()
     return pairs
@@ -222,7 +248,8 @@ def jobs_of(grid, arms, seeds, given):
         special = {name: changed[name] for name in ("base", "names") if name in changed}
         fields = {name: value for name, value in changed.items() if name not in special}
         for seed in seeds:
-            cfg = usable_config({"steps": GRIDS[grid]["steps"], "eval_every": 0}, {**given, **fields, "seed": seed})
+            cfg = usable_config({"steps": GRIDS[grid]["steps"], "eval_every": 0},
+                                {**given, **fields, "seed": seed})
             jobs.append({"grid": grid if grid in ("groups", "gspo") else "train", "arm": arm, "seed": seed,
                          "config": asdict(cfg), "base": special.get("base"), "names": special.get("names")})
     return jobs
@@ -230,7 +257,8 @@ def jobs_of(grid, arms, seeds, given):
 
 def job_key(job, version):
     """What makes two runs the same run: everything but the arm's name."""
-    return json.dumps({**{name: value for name, value in job.items() if name != "arm"}, "code": version}, sort_keys=True)
+    return json.dumps({**{name: value for name, value in job.items() if name != "arm"}, "code": version},
+                      sort_keys=True)
 
 
 def swap_nan(value, old, new):
@@ -239,20 +267,23 @@ def swap_nan(value, old, new):
         return {name: swap_nan(part, old, new) for name, part in value.items()}
     if isinstance(value, list):
         return [swap_nan(part, old, new) for part in value]
-    return new if value is old or (isinstance(value, float) and math.isnan(value) and old is math.nan) else value
+    return (new if value is old or (isinstance(value, float) and math.isnan(value) and old is math.nan)
+            else value)
 
 
 def read_results(path):
-    """{key: result} of the complete lines of a file of results; a torn last line is passed over and made good.
+    """{key: result} of the complete lines of a file of results;
+    a torn last line is passed over and made good.
 
-    One line and exit status 2 if the file is something else: nothing is appended to a file that is not ours.
+    One line and exit status 2 if the file is something else:
+    nothing is appended to a file that is not ours.
     """
     results = {}
     try:
         with open(path, "a+b") as file:
             file.seek(0)
             lines = file.read().split(b"\n")
-            if lines[-1]:                       # killed while writing: whatever follows must begin on its own line
+            if lines[-1]:            # killed while writing: whatever follows must begin on its own line
                 file.write(b"\n")
     except OSError as error:
         fail(f"--out {path}: cannot be written: {error.strerror}")
@@ -262,7 +293,7 @@ def read_results(path):
             if record:
                 results[record["key"]] = swap_nan(record["result"], None, math.nan)
         except (ValueError, TypeError, KeyError):
-            if not line.startswith(b'{"key": '):            # the beginning of ours, torn by a kill, is passed over
+            if not line.startswith(b'{"key": '):    # the beginning of ours, torn by a kill, is passed over
                 fail(f"--out {path}: line {number} is not a result of this program")
     return results
 
@@ -272,15 +303,21 @@ def ignore_interrupt():
 
 
 def run_grid(jobs, n_jobs, out=None):
-    """Runs what is not in the file yet. Gives ({(arm, seed): result}, [(arm, seed, error)], interrupted)."""
+    """Runs what is not in the file yet.
+
+    Gives ({(arm, seed): result}, [(arm, seed, error)], interrupted).
+    """
     version, started = code_version(), time.perf_counter()
     known = read_results(out) if out else {}
-    done = {(job["arm"], job["seed"]): known[job_key(job, version)] for job in jobs if job_key(job, version) in known}
+    done = {(job["arm"], job["seed"]): known[job_key(job, version)]
+            for job in jobs if job_key(job, version) in known}
     todo = [job for job in jobs if (job["arm"], job["seed"]) not in done]
     failed, interrupted, finished, trouble = [], False, 0, None
     bases = {}
     for job in todo:
-        bases.setdefault((job["seed"], tuple(job["base"]) if isinstance(job["base"], list) else job["base"]), []).append(job)
+        bases.setdefault(
+            (job["seed"], tuple(job["base"]) if isinstance(job["base"], list) else job["base"]),
+            []).append(job)
     if done:
         print(f"{len(done)} of {len(jobs)} runs are in {out} already", flush=True)
     pool = ProcessPoolExecutor(n_jobs, mp_context=get_context("spawn"), initializer=ignore_interrupt)
@@ -322,7 +359,10 @@ def run_grid(jobs, n_jobs, out=None):
 
 
 def append_result(out, job, version, result):
-    """One line, in one write. Gives None, or what went wrong; the runs go on, their results are then in the table only."""
+    """One line, in one write.
+
+    Gives None, or what went wrong; the runs go on, their results are then in the table only.
+    """
     record = {"key": job_key(job, version), "arm": job["arm"], "seed": job["seed"], "config": job["config"],
               "versions": {"code": version, "torch": torch.__version__, "numpy": numpy.__version__,
                            "python": sys.version.split()[0]}, "result": swap_nan(result, math.nan, None)}
@@ -335,20 +375,23 @@ def append_result(out, job, version, result):
 
 def show_progress(finished, total, running, started):
     seconds = time.perf_counter() - started
-    left = f"about {seconds / finished * (total - finished):.0f} s left" if finished else "making base agents"
-    print(f"\r{finished} of {total} runs done, {running} running, {seconds:.0f} s, {left}     ", end="", file=sys.stderr,
-          flush=True)
+    left = (f"about {seconds / finished * (total - finished):.0f} s left" if finished
+            else "making base agents")
+    print(f"\r{finished} of {total} runs done, {running} running, {seconds:.0f} s, {left}     ", end="",
+          file=sys.stderr, flush=True)
 
 
 # --------------------------------------------------------------------------------------------------
 # Tables
 # --------------------------------------------------------------------------------------------------
-T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-         2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042]
+T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+         2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+         2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042]
 
 
 def t_interval(values):
-    """(mean, half width) of the 95% confidence interval of a mean, Student's t; half width nan for fewer than two.
+    """(mean, half width) of the 95% confidence interval of a mean, Student's t;
+    half width nan for fewer than two.
 
     Beyond 30 degrees of freedom the quantile is 1.96 + 2.45 / df, within 0.001 of the true one.
     """
@@ -372,10 +415,12 @@ def number(value, digits):
 
 
 def print_arms(grid, done, arms, seeds):
-    """The grid's table: a line of means and a line of min..max an arm; then the paired differences from the first arm."""
+    """The grid's table: a line of means and a line of min..max an arm;
+    then the paired differences from the first arm.
+    """
     columns = GRIDS[grid]["columns"]
     width = max(len(arm) for arm in arms) + 1
-    print(f"\n{'mean, then min..max':{width}}" + "".join(f"{name:>12}" for name in columns))
+    print(f"\n{'mean, then min..max':{width}}" + "".join(f"{name:>11}" for name in columns))
     for arm in arms:
         runs = [done[arm, seed] for seed in seeds if (arm, seed) in done]
         values = {name: [COLUMNS[name][0](run) for run in runs] for name in columns}
@@ -386,14 +431,15 @@ def print_arms(grid, done, arms, seeds):
             ranges.append(f"{min(there):.{digits}f}..{max(there):.{digits}f}" if there else "-")
             if there and len(there) < len(runs):
                 ranges[-1] = f"({len(there)} of {len(runs)})"
-        print(f"{arm:{width}}" + "".join(f"{cell:>12}" for cell in means))
-        print(f"{f'  {len(runs)} seeds':{width}}" + "".join(f"{cell:>12}" for cell in ranges))
+        print(f"{arm:{width}}" + "".join(f"{cell:>11}" for cell in means))
+        print(f"{f'  {len(runs)} seeds':{width}}" + "".join(f"{cell:>11}" for cell in ranges))
     print_differences(done, arms, seeds, columns, width)
 
 
 def print_differences(done, arms, seeds, columns, width):
     first, compared, apart = list(arms)[0], 0, 0
-    print(f"\n{f'minus {first}':{width}}{'':2}{'column':12}{'difference':>12}{'95% interval':>22}   verdict")
+    print(f"\n{f'minus {first}':{width}}{'':2}{'column':12}{'difference':>12}{'95% interval':>22}"
+          "   verdict")
     for arm in list(arms)[1:]:
         both = [seed for seed in seeds if (arm, seed) in done and (first, seed) in done]
         for name in columns:
@@ -405,20 +451,23 @@ def print_differences(done, arms, seeds, columns, width):
             centre, half = t_interval(pairs)
             word = verdict(centre, half, len(pairs))
             compared, apart = compared + 1, apart + (word in ("higher", "lower"))
-            between = "-" if math.isnan(half) else f"{centre - half:+.{digits}f}..{centre + half:+.{digits}f}"
+            between = ("-" if math.isnan(half)
+                       else f"{centre - half:+.{digits}f}..{centre + half:+.{digits}f}")
             print(f"{arm:{width}}  {name:12}{centre:+12.{digits}f}{between:>22}   {word}")
-    print(f"\n{compared} comparisons, {apart} outside seed noise; by chance alone about {0.05 * compared:.0f} would be.")
+    print(f"\n{compared} comparisons, {apart} outside seed noise; "
+          f"by chance alone about {0.05 * compared:.0f} would be.")
 
 
 def print_groups(done, seeds):
-    print(f"\n{'policy':10}{'G':>4}{'tasks':>7}{'informative groups':>20}{'min..max':>14}{'1 - p^G - (1-p)^G':>20}")
+    print(f"\n{'policy':10}{'G':>4}{'tasks':>7}{'informative groups':>20}{'min..max':>14}"
+          f"{'1 - p^G - (1-p)^G':>20}")
     for policy in ("RL base", "trained"):
         for i in range(3):
             rows = [done["default", seed][policy][i] for seed in seeds if ("default", seed) in done]
             share = [row[1] for row in rows]
             if rows:
-                print(f"{policy:10}{rows[0][0]:4}{rows[0][3]:7}{mean(share):20.2f}{f'{min(share):.2f}..{max(share):.2f}':>14}"
-                      f"{mean(row[2] for row in rows):20.2f}")
+                print(f"{policy:10}{rows[0][0]:4}{rows[0][3]:7}{mean(share):20.2f}"
+                      f"{f'{min(share):.2f}..{max(share):.2f}':>14}{mean(row[2] for row in rows):20.2f}")
 
 
 def print_sequence_ratios(done, seeds):
@@ -426,22 +475,27 @@ def print_sequence_ratios(done, seeds):
     if not pairs:
         return
     token = math.sqrt(sum(pair[2] for pair in pairs) / sum(pair[0] for pair in pairs))
-    print(f"\ntoken log-ratios have root mean square {token:.4f}; were they independent, log s would have that / sqrt(tokens)\n"
-          f"\n{'policy tokens':15}{'episodes':>9}{'rms log s':>11}{'rms / sqrt(n)':>15}{'ratio':>7}{'outside 3e-4, 4e-4':>20}")
+    print(f"\ntoken log-ratios have root mean square {token:.4f}; "
+          "were they independent, log s would have that / sqrt(tokens)\n"
+          f"\n{'policy tokens':15}{'episodes':>9}{'rms log s':>11}{'rms / sqrt(n)':>15}{'ratio':>7}"
+          f"{'outside 3e-4, 4e-4':>20}")
     for low, high in ((1, 7), (8, 10), (11, 13), (14, 17), (18, 24)):
         rows = [pair for pair in pairs if low <= pair[0] <= high]
         if len(rows) > 1:
             spread, n = math.sqrt(mean(pair[1] ** 2 for pair in rows)), mean(pair[0] for pair in rows)
             own = math.sqrt(sum(pair[2] for pair in rows) / sum(pair[0] for pair in rows)) / math.sqrt(n)
             outside = mean(not math.log(1 - 3e-4) <= pair[1] <= math.log(1 + 4e-4) for pair in rows)
-            print(f"{f'{low} to {high}':15}{len(rows):9}{spread:11.4f}{own:15.4f}{spread / own:7.2f}{outside:20.2f}")
-    print("\nrms / sqrt(n): from the token log-ratios of the same episodes. ratio above 1: tokens of an episode move together")
+            print(f"{f'{low} to {high}':15}{len(rows):9}{spread:11.4f}{own:15.4f}{spread / own:7.2f}"
+                  f"{outside:20.2f}")
+    print("\nrms / sqrt(n): from the token log-ratios of the same episodes. "
+          "ratio above 1: tokens of an episode move together")
 
 
 # --------------------------------------------------------------------------------------------------
 # Figures
 # --------------------------------------------------------------------------------------------------
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#999999"       # told apart by any eye (Okabe and Ito)
+# told apart by any eye (Okabe and Ito)
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#999999"
 
 
 def plot(grid, done, seeds, folder):
@@ -451,7 +505,8 @@ def plot(grid, done, seeds, folder):
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError:
-        print("--plot: matplotlib is not installed (pip install matplotlib); no figure was made", file=sys.stderr)
+        print("--plot: matplotlib is not installed (pip install matplotlib); no figure was made",
+              file=sys.stderr)
         return []
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     arms = {arm: [done[arm, seed] for seed in seeds if (arm, seed) in done] for arm in GRIDS[grid]["arms"]}
@@ -459,7 +514,8 @@ def plot(grid, done, seeds, folder):
     figures = {"settings": {"settings.png": plot_settings},
                "arms": {"arms.png": plot_curves, "sampling.png": plot_sampling}}.get(grid, {})
     if not figures:
-        print(f"--plot: there is no figure for the grid {grid}, only for settings and arms", file=sys.stderr)
+        print(f"--plot: there is no figure for the grid {grid}, only for settings and arms",
+              file=sys.stderr)
     files = []
     for name, draw in figures.items():
         figure = draw(plt, arms)
@@ -475,7 +531,8 @@ def plot_settings(plt, arms):
     order = [arm for arm in ("plain original", "plain renamed", "plain one-edit", "RL default",
                              "RL original") if arm in arms]
     figure, axes = plt.subplots(1, 3, figsize=(9, 2.8), sharey=True)
-    for axis, (label, column) in zip(axes, (("held-out pass rate", "pass_rate"), ("episodes that read first", "read_first"),
+    for axis, (label, column) in zip(axes, (("held-out pass rate", "pass_rate"),
+                                            ("episodes that read first", "read_first"),
                                             ("first edit right", "first_edit_right"))):
         for y, arm in enumerate(order):
             values = [run["heldout"][column] for run in arms[arm]]
@@ -490,7 +547,7 @@ def plot_settings(plt, arms):
 
 def band(axis, runs, column, color, label):
     """Mean over seeds with a min..max band, against the step."""
-    curves = numpy.array([[row[column] for row in run["history"]] for run in runs])           # (seeds, steps)
+    curves = numpy.array([[row[column] for row in run["history"]] for run in runs])    # (seeds, steps)
     smooth = numpy.apply_along_axis(lambda c: numpy.convolve(c, numpy.ones(3) / 3, "valid"), 1, curves)
     steps = numpy.arange(smooth.shape[1]) + 1
     axis.fill_between(steps, smooth.min(axis=0), smooth.max(axis=0), color=color, alpha=0.2, linewidth=0)
@@ -498,7 +555,9 @@ def band(axis, runs, column, color, label):
 
 
 def plot_curves(plt, arms):
-    """Figure 9.2: reward against the step, each arm beside the default, bands over seeds (a mean of three steps)."""
+    """Figure 9.2: reward against the step, each arm beside the default,
+    bands over seeds (a mean of three steps).
+    """
     first, *others = arms
     figure, axes = plt.subplots(1, max(len(others), 1), figsize=(9, 2.6), sharey=True, squeeze=False)
     for axis, arm in zip(axes[0], others):
@@ -511,7 +570,9 @@ def plot_curves(plt, arms):
 
 
 def plot_sampling(plt, arms):
-    """Figure 9.3: the share of groups without variance; reward against episodes sampled, default and dynamic sampling."""
+    """Figure 9.3: the share of groups without variance;
+    reward against episodes sampled, default and dynamic sampling.
+    """
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 2.8))
     first = list(arms)[0]
     band(left, arms[first], "zero_adv_frac", GREY, first)
@@ -520,7 +581,8 @@ def plot_sampling(plt, arms):
         for i, run in enumerate(arms.get(arm, [])):
             episodes = numpy.cumsum([row["episodes"] for row in run["history"]])
             reward = numpy.convolve([row["reward"] for row in run["history"]], numpy.ones(5) / 5, "valid")
-            right.plot(episodes[4:], reward, color=color, alpha=0.6, linewidth=1, label=arm if i == 0 else None)
+            right.plot(episodes[4:], reward, color=color, alpha=0.6, linewidth=1,
+                       label=arm if i == 0 else None)
     right.set(xlabel="episodes sampled", ylabel="batch reward (mean of 5 steps)", ylim=(0, 1))
     right.legend(loc="lower right", frameon=False)
     return figure
@@ -543,9 +605,12 @@ def main():
     parser = one_line_parser(__doc__)
     parser.add_argument("grid", nargs="?", default="arms", help="one of " + ", ".join(GRIDS))
     parser.add_argument("--list", action="store_true", help="say what each grid is")
-    parser.add_argument("--seeds", type=seed_list, default=[0, 1, 2], metavar="N", help="a number of seeds or a list 0,3,7")
-    parser.add_argument("--arms", metavar="NAMES", help="these arms only, a,b,c; the first is what the others are compared with")
-    parser.add_argument("--jobs", type=int, default=cores(), metavar="N", help="worker processes (default: the cores)")
+    parser.add_argument("--seeds", type=seed_list, default=[0, 1, 2], metavar="N",
+                        help="a number of seeds or a list 0,3,7")
+    parser.add_argument("--arms", metavar="NAMES",
+                        help="these arms only, a,b,c; the first is what the others are compared with")
+    parser.add_argument("--jobs", type=int, default=cores(), metavar="N",
+                        help="worker processes (default: the cores)")
     parser.add_argument("--out", metavar="FILE", help="keep each finished run; skip those the file has")
     parser.add_argument("--plot", metavar="DIR", help="draw figures into this folder (needs matplotlib)")
     add_config_flags(parser)
@@ -574,15 +639,16 @@ def main():
 def report(args, arms, jobs):
     """Runs the grid, prints its table, draws its figures. Gives the exit status."""
     version = f"code {code_version()}, torch {torch.__version__}"
-    print(f"grid {args.grid}: {GRIDS[args.grid]['what']}; {len(jobs)} runs, {args.jobs} processes of one thread, {version}",
-          flush=True)
+    print(f"grid {args.grid}: {GRIDS[args.grid]['what']}; {len(jobs)} runs, "
+          f"{args.jobs} processes of one thread, {version}", flush=True)
     done, failed, interrupted = run_grid(jobs, args.jobs, args.out)
     if args.grid == "groups":
         print_groups(done, args.seeds)
     elif args.grid == "gspo":
         print_sequence_ratios(done, args.seeds)
     elif done:
-        print_arms(args.grid, done, [arm for arm in arms if any((arm, seed) in done for seed in args.seeds)], args.seeds)
+        print_arms(args.grid, done,
+                   [arm for arm in arms if any((arm, seed) in done for seed in args.seeds)], args.seeds)
     for file in plot(args.grid, done, args.seeds, args.plot) if args.plot and done else []:
         print(f"figure {file}")
     for arm, seed, error in failed:

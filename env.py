@@ -1,12 +1,13 @@
 """The BugFix gym: thirty one-bug Python functions, and an agent that may read, test, edit and submit.
 
-Read this file first; it needs nothing but the standard library. The task is deliberately small: five kinds of bug,
-five repair ops, and the op that repairs a task can be told from its source and from nothing else once the function's
-name is randomised. What a policy does instead, while a gym still lets it, is what the rest of the project is about.
+Read this file first; it needs nothing but the standard library. The task is deliberately small: five kinds
+of bug, five repair ops, and the op that repairs a task can be told from its source and from nothing else
+once the function's name is randomised. What a policy does instead, while a gym still lets it, is what the
+rest of the project is about.
 
-    python env.py                                   the oracle plays one task, then the best blind op sequences
-    python env.py --task leap                       the same with another task
-    python env.py --task leap --ops or_to_and       apply these ops without looking, then grade
+    python env.py                               the oracle plays one task, then the best blind op sequences
+    python env.py --task leap                   the same with another task
+    python env.py --task leap --ops or_to_and   apply these ops without looking, then grade
 """
 import argparse
 import itertools
@@ -17,10 +18,10 @@ import sys
 # --------------------------------------------------------------------------------------------------
 # Repair ops
 # --------------------------------------------------------------------------------------------------
-# An op rewrites every place in the source that its pattern matches, right or wrong. Two pairs of ops undo each other
-# (or_to_and / and_to_or, div_to_mod / mod_to_div): whichever of a pair comes last decides, so a fixed sequence of ops,
-# however long, repairs one family of each pair and the fifth: 3 of 5, 60% of the tasks. That is the ceiling of blind
-# play with unlimited edits; with one edit it is 1 of 5.
+# An op rewrites every place in the source that its pattern matches, right or wrong. Two pairs of ops undo
+# each other (or_to_and / and_to_or, div_to_mod / mod_to_div): whichever of a pair comes last decides, so a
+# fixed sequence of ops, however long, repairs one family of each pair and the fifth: 3 of 5, 60% of the
+# tasks. That is the ceiling of blind play with unlimited edits; with one edit it is 1 of 5.
 REWRITES = {
     "or_to_and":  (r"\bor\b", "and"),
     "and_to_or":  (r"\band\b", "or"),
@@ -29,7 +30,8 @@ REWRITES = {
     "widen":      (r"\brange\((\w+, )?([a-z])\)", r"range(\1\2 + 1)"),     # range(1, n) -> range(1, n + 1)
 }
 OPS = list(REWRITES)
-FAMILIES = ["wrong_or", "wrong_and", "wrong_div", "wrong_mod", "short_range"]    # family i is repaired by op i
+# family i is repaired by op i
+FAMILIES = ["wrong_or", "wrong_and", "wrong_div", "wrong_mod", "short_range"]
 
 
 def apply_op(source, op):
@@ -48,21 +50,22 @@ def source_words(source):
 # --------------------------------------------------------------------------------------------------
 # Tasks
 # --------------------------------------------------------------------------------------------------
-# Six tasks to a family: four to train on, then two held out. Each bug can be seen in its source alone, by a rule of
-# Python or of arithmetic and never by the function's name:
+# Six tasks to a family: four to train on, then two held out. Each bug can be seen in its source alone, by a
+# rule of Python or of arithmetic and never by the function's name:
 #
-#   wrong_or     `lo < x or x < hi` is true of every x; `b != 0 or a % b` divides by the zero it meant to avoid
+#   wrong_or     `lo < x or x < hi` is true of every x;
+#                `b != 0 or a % b` divides by the zero it meant to avoid
 #   wrong_and    `x == a and x == b` is never true; `len(xs) and 1` is no default
 #   wrong_div    `n // 2 == 0` asks for a remainder; so does an index that should wrap round
 #   wrong_mod    sum % len is no mean, and len % 2 is no middle
 #   short_range  range(1, n) leaves out n
 #
-# The word to look for (or, and, //, %, range) is not enough: in sixteen sources a second such word stands where it is
-# right, and the op for that word would break it. `leap` has a right % beside its wrong `or`, `average` a right `or`
-# beside its wrong %. No order of preference among the five words answers all thirty.
+# The word to look for (or, and, //, %, range) is not enough: in sixteen sources a second such word stands
+# where it is right, and the op for that word would break it. `leap` has a right % beside its wrong `or`,
+# `average` a right `or` beside its wrong %. No order of preference among the five words answers all thirty.
 #
-# A test is (arguments, expected result). Visible tests are what the agent's `test` call runs, and a few of them are weak
-# (they pass on the buggy source), as tests are; hidden tests grade.
+# A test is (arguments, expected result). Visible tests are what the agent's `test` call runs, and a few of
+# them are weak (they pass on the buggy source), as tests are; hidden tests grade.
 TASKS = [
     # wrong_or: repaired by or_to_and
     dict(name="between", family="wrong_or",
@@ -195,18 +198,21 @@ TASKS = [
          hidden=[((3, 6), 2), ((2, 4), 2), ((2, 5), 2), ((1, 1), 1)]),
 ]
 FUNCTION_NAMES = [task["name"] for task in TASKS]
-FIX_OP = {task["name"]: OPS[FAMILIES.index(task["family"])] for task in TASKS}     # task name -> the op that repairs it
+# task name -> the op that repairs it
+FIX_OP = {task["name"]: OPS[FAMILIES.index(task["family"])] for task in TASKS}
 for _task in TASKS:
-    _task["issue"] = ["issue", ":", _task["name"], "is", "wrong"]      # the same words for all tasks, but for the name
+    # the same words for all tasks, but for the name
+    _task["issue"] = ["issue", ":", _task["name"], "is", "wrong"]
 TRAIN_TASKS = [task for i, task in enumerate(TASKS) if i % 6 < 4]
 HELDOUT_TASKS = [task for i, task in enumerate(TASKS) if i % 6 >= 4]
 
 
 def randomize_names(task, rng):
-    """A copy of the task whose function has another name, drawn by rng (random.Random) from the thirty names.
+    """A copy of the task whose function has another name,
+    drawn by rng (random.Random) from the thirty names.
 
-    The name is replaced in issue and source (the tests hold arguments and results, no name). Names that are words of
-    the source are not drawn. `name` stays what it was, so FIX_OP and logs still know the task.
+    The name is replaced in issue and source (the tests hold arguments and results, no name). Names that are
+    words of the source are not drawn. `name` stays what it was, so FIX_OP and logs still know the task.
     """
     old, words = task["issue"][2], source_words(task["source"])
     new = rng.choice([name for name in FUNCTION_NAMES if name not in words])
@@ -217,16 +223,17 @@ def randomize_names(task, rng):
 # --------------------------------------------------------------------------------------------------
 # Running a source
 # --------------------------------------------------------------------------------------------------
-BUILTINS = {f.__name__: f for f in (len, range, sum)}                # all that a source can reach
-_PASSED = {}                                                             # (source, tests) -> bool, see run_tests
+BUILTINS = {f.__name__: f for f in (len, range, sum)}        # all that a source can reach
+_PASSED = {}                                                 # (source, tests) -> bool, see run_tests
 
 
 def run_tests(source, tests):
-    """True if the function passes all (arguments, result) tests. An exception, a syntax error too, is a failed test.
+    """True if the function passes all (arguments, result) tests.
 
-    Sources loop over ranges and lists only and no op changes that, so they end. Whether a source passes does not
-    depend on its function's name: results are kept by the source with its name replaced, and after the first few
-    steps of a training run nothing is executed any more.
+    An exception, a syntax error too, is a failed test. Sources loop over ranges and lists only and no op
+    changes that, so they end. Whether a source passes does not depend on its function's name: results are
+    kept by the source with its name replaced, and after the first few steps of a training run nothing is
+    executed any more.
     """
     name = re.match(r"def (\w+)", source)[1]
     key = (re.sub(rf"\b{name}\b", "f", source), repr(tests))
@@ -264,15 +271,15 @@ CALLS = ["read", "test", "edit", "submit"]
 class BugFixEnv:
     """One episode on one task, with as many edits as there are turns.
 
-    reset() gives the issue's words. step(words) takes one call, costs one turn, and returns (the observation's words,
-    done):
+    reset() gives the issue's words. step(words) takes one call, costs one turn, and returns (the
+    observation's words, done):
 
-        read        the source as it is now             edit OP     ok
-        test        pass or fail (visible tests)        submit      pass or fail (hidden tests); ends the episode
+        read    the source as it is now           edit OP   ok
+        test    pass or fail (visible tests)      submit    pass or fail (hidden tests); ends the episode
         anything else: malformed
 
-    Only a submitted episode is graded (`passed`). One that runs out of turns is `truncated` and has failed; to grade it
-    all the same would pay the policy for never submitting.
+    Only a submitted episode is graded (`passed`). One that runs out of turns is `truncated` and has failed;
+    to grade it all the same would pay the policy for never submitting.
     """
 
     def __init__(self, task, max_turns=6):
@@ -307,14 +314,17 @@ class BugFixEnv:
         return observation, self.done
 
     def edit(self, op):
-        # Whether the op changed anything is not said: `ok` either way, or edit-until-it-bites would replace reading.
+        # Whether the op changed anything is not said: `ok` either way,
+        # or edit-until-it-bites would replace reading.
         self.source = apply_op(self.source, op)
         self.edits.append(op)
         return ["ok"]
 
 
 class EditBudgetEnv(BugFixEnv):
-    """BugFixEnv that refuses every edit past max_edits: the call uses its turn, the source stays as it is."""
+    """BugFixEnv that refuses every edit past max_edits:
+    the call uses its turn, the source stays as it is.
+    """
 
     def __init__(self, task, max_edits, max_turns=6):
         self.max_edits = max_edits
@@ -329,7 +339,10 @@ class EditBudgetEnv(BugFixEnv):
 # --------------------------------------------------------------------------------------------------
 
 def random_play(task, rng):
-    """Calls at random, mostly edits; may read, and takes nothing from it. May end without a submit (truncated)."""
+    """Calls at random, mostly edits; may read, and takes nothing from it.
+
+    May end without a submit (truncated).
+    """
     calls = []
     while len(calls) < 6 and calls[-1:] != [["submit"]]:
         kind = rng.choices(CALLS, weights=(2, 2, 4, 4))[0]
@@ -351,7 +364,7 @@ PLAYS = {"random": random_play, "blind": blind_play, "oracle": oracle_play}
 
 
 # --------------------------------------------------------------------------------------------------
-# Command line (the first three functions serve every script here)
+# Command line (the first four functions serve every script here)
 # --------------------------------------------------------------------------------------------------
 
 def fail(message):
@@ -360,8 +373,18 @@ def fail(message):
     sys.exit(2)
 
 
+def open_for_writing(flag, path, mode):
+    """The file opened; or one line and exit status 2, before any work and not when there is something to write."""
+    try:
+        return open(path, mode, encoding="utf-8")
+    except OSError as error:
+        fail(f"{flag} {path}: cannot be written: {error.strerror}")
+
+
 def one_line_parser(doc):
-    """An argparse parser that shows a script's docstring as help and takes one line for an error, without the usage."""
+    """An argparse parser that shows a script's docstring as help
+    and takes one line for an error, without the usage.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.error = fail
@@ -373,7 +396,8 @@ def seed_list(text):
     numbers = [int(part) if part.strip().isdecimal() else -1 for part in text.split(",")]
     seeds = numbers if "," in text else list(range(numbers[0]))
     if min(seeds, default=-1) < 0 or len(set(seeds)) < len(seeds):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of seeds (5) nor a list of them (0,3,7)")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of seeds (5) "
+                                         "nor a list of them (0,3,7)")
     return seeds
 
 
@@ -390,7 +414,7 @@ def show(task, calls):
     print(" ".join(env.reset()))
     for call in calls:
         observation, done = env.step(call)
-        if call == ["read"]:                                    # as Python, not as the words the policy gets
+        if call == ["read"]:                            # as Python, not as the words the policy gets
             observation = ["\n    " + env.source.replace("\n", "\n    ")]
         print(f"  > {' '.join(call):18} {' '.join(observation)}")
         if done:
@@ -408,7 +432,8 @@ def main():
         if op not in OPS:
             fail(f"--ops: unknown op {op!r}; allowed: {', '.join(OPS)}")
     if len(args.ops or []) > 4:
-        fail(f"--ops: {len(args.ops)} ops are too many, at most 4 fit between the read and the submit of six turns")
+        fail(f"--ops: {len(args.ops)} ops are too many, "
+             "at most 4 fit between the read and the submit of six turns")
     task = TASKS[FUNCTION_NAMES.index(args.task)]
     if args.ops is not None:
         show(task, [["read"]] + [["edit", op] for op in args.ops] + [["submit"]])

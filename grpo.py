@@ -1,14 +1,14 @@
-"""GRPO for multi-turn agents, whole: sample groups, score them against each other, take a clipped step, repeat.
+"""GRPO for multi-turn agents: sample groups, score them against each other, take a clipped step, repeat.
 
-Read env.py and agent.py first; then this file top to bottom is the algorithm. What PPO needs a critic for, GRPO takes
-from a group of attempts at the same task: an attempt is good if it did better than its siblings (DeepSeekMath,
-arXiv 2402.03300). Every published variant is a setting of the same loop; RLConfig lists the settings, variants.py names
-the variants.
+Read env.py and agent.py first; then this file, top to bottom, is the algorithm. What PPO needs a critic for,
+GRPO takes from a group of attempts at the same task: an attempt is good if it did better than its siblings
+(DeepSeekMath, arXiv 2402.03300). Every published variant is a setting of the same loop; RLConfig lists the
+settings, variants.py names the variants.
 
-    python grpo.py                                      base agent, 80 steps, evaluation: learns to read before it edits
-    python grpo.py --variant dr_grpo                    a published variant
-    python grpo.py --base plain --rename false --max_edits none           the gym with its shortcuts open
-    python grpo.py --seed 3 --lr 5e-4 --log run.jsonl --save model.pt     every field of RLConfig is a flag
+    python grpo.py                                     learns to read before it edits: 80 steps
+    python grpo.py --variant dr_grpo                   a published variant
+    python grpo.py --base plain --rename false --max_edits none         the gym with its shortcuts open
+    python grpo.py --seed 3 --lr 5e-4 --log run.jsonl --save model.pt   every field of RLConfig is a flag
 """
 import argparse
 import copy
@@ -20,14 +20,15 @@ import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Callable, Optional
 
 import torch
 
-from agent import (Policy, build_tokenizer, collate, first_edit, make_base_agent, make_rl_base, rollout_batch,
-                   token_logps)
-from env import FIX_OP, HELDOUT_TASKS, TRAIN_TASKS, BugFixEnv, EditBudgetEnv, fail, one_line_parser, randomize_names
+from agent import (build_tokenizer, collate, first_edit, load_policy, make_base_agent, make_rl_base,
+                   rollout_batch, save_policy, token_logps)
+from env import (HELDOUT_TASKS, TRAIN_TASKS, BugFixEnv, EditBudgetEnv, fail, one_line_parser,
+                 open_for_writing, randomize_names)
 
 # --------------------------------------------------------------------------------------------------
 # Settings
@@ -36,42 +37,43 @@ from env import FIX_OP, HELDOUT_TASKS, TRAIN_TASKS, BugFixEnv, EditBudgetEnv, fa
 
 @dataclass
 class RLConfig:
-    # how much is sampled and how it is used
-    steps: int = 80                       # iterations of sample, advantage, update
-    prompts_per_step: int = 8             # distinct training tasks a step
-    group_size: int = 8                   # attempts at each task; the group that is its own baseline
-    minibatches: int = 2                  # optimizer steps an epoch; from the second on, the clip has work to do
-    epochs: int = 1                       # passes over the sampled episodes
-    lr: float = 1e-3                      # Adam
-    max_grad_norm: float = 1.0            # the gradient's norm is cut to this before each optimizer step
-    temperature: float = 1.0              # divides the logits, in sampling and training alike
+    # how much is sampled, and how it is used
+    steps: int = 80                     # iterations of sample, advantage, update
+    prompts_per_step: int = 8           # distinct training tasks a step
+    group_size: int = 8                 # attempts at each task: the group that is its own baseline
+    minibatches: int = 2                # optimizer steps an epoch; from the second on, the clip has work
+    epochs: int = 1                     # passes over the sampled episodes
+    lr: float = 1e-3                    # Adam's; rises to this over the first WARMUP_STEPS steps
+    max_grad_norm: float = 1.0          # the gradient is cut to this norm before each optimizer step
+    temperature: float = 1.0            # divides the logits, in sampling and in training alike
     # advantage
-    baseline: str = "group_mean"          # group_mean | leave_one_out | length_weighted
-    scale: str = "group_std"              # group_std | none | batch_std | group_mean
-    # loss
-    ratio_level: str = "token"            # token | sequence | cispo | gmpo | sapo | dppo | none: which policy loss
-    eps_low: float = 0.2                  # clip range below; no effect with ratio_level sapo or none
-    eps_high: float = 0.2                 # clip range above; likewise
-    agg: str = "token_mean"               # token_mean | seq_mean_token_mean | seq_mean_token_sum | constant
-    agg_constant: Optional[float] = None  # with agg constant: the divisor, in tokens an episode
-    # stay near a reference policy
-    kl_coef: float = 0.0                  # weight of the KL term in the loss; 0 means no reference model is run
-    kl_kind: str = "k3"                   # k1 | k2 | k3; no effect with kl_coef 0
+    baseline: str = "group_mean"        # group_mean | leave_one_out | length_weighted
+    scale: str = "group_std"            # group_std | none | batch_std | group_mean
+    # policy loss
+    ratio_level: str = "token"          # token | sequence | cispo | gmpo | sapo | dppo | none
+    eps_low: float = 0.2                # clip range below; no effect with ratio_level sapo and none
+    eps_high: float = 0.2               # clip range above; likewise
+    agg: str = "token_mean"             # token_mean | seq_mean_token_mean | seq_mean_token_sum | constant;
+                                        # no effect with ratio_level gmpo
+    agg_constant: Optional[float] = None        # with agg constant, which needs it: tokens an episode
+    # staying near a reference policy
+    kl_coef: float = 0.0                # weight of the KL term in the loss; 0: no reference model is run
+    kl_kind: str = "k3"                 # k1 | k2 | k3; no effect with kl_coef 0
     # which episodes are used
-    dynamic_sampling: bool = False        # keep groups whose rewards differ, sample more until the batch is full
-    max_sample_rounds: int = 3            # with dynamic_sampling: at most this many rounds of prompts_per_step tasks
-    filter_zero_adv: bool = False         # drop groups whose rewards are all equal, sample no others
-    overlong_buffer: int = 0              # the last turns, which are penalised; 0 means none are
-    mask_truncated: bool = False          # leave episodes that ran out of turns out of the loss
+    dynamic_sampling: bool = False      # keep groups whose rewards differ, sample more to fill the batch
+    max_sample_rounds: int = 3          # with dynamic_sampling: at most so many rounds of prompts_per_step
+    filter_zero_adv: bool = False       # drop groups whose rewards are all equal, sample no others
+    overlong_buffer: int = 0            # so many last turns are penalised
+    mask_truncated: bool = False        # leave episodes that ran out of turns out of the loss
     # the gym
-    rename: bool = True                   # a random function name an episode: the name tells nothing
-    max_edits: Optional[int] = 1          # edits an episode can apply; none means as many as there are turns
-    max_turns: int = 6                    # calls an episode can make
-    reward: Optional[Callable] = None     # reward(env) -> float; none means 1 if the hidden tests pass, else 0
+    rename: bool = True                 # a random function name for each episode: the name tells nothing
+    max_edits: Optional[int] = 1        # edits an episode can apply; none: as many as there are turns
+    max_turns: int = 6                  # calls an episode can make
+    reward: Optional[Callable] = None   # reward(env) -> float; none: 1 if the hidden tests pass, else 0
     # the run
-    eval_every: int = 20                  # steps between evaluations, when there are evaluation tasks; 0 means never
-    eval_samples: int = 4                 # episodes a task in each of them
-    seed: int = 0                         # decides the whole run
+    eval_every: int = 20                # steps between evaluations on eval_tasks; 0: never
+    eval_samples: int = 4               # episodes a task in each of them
+    seed: int = 0                       # decides the whole run
 
 
 CHOICES = {
@@ -81,7 +83,7 @@ CHOICES = {
     "agg": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"),
     "kl_kind": ("k1", "k2", "k3"),
 }
-LOWEST = {      # the least value of each number; a field that is not in `whole` may be any real number above 0
+LOWEST = {      # the least value of these numbers; the others have to be greater than 0
     "steps": 0, "prompts_per_step": 1, "group_size": 2, "minibatches": 1, "epochs": 1, "max_sample_rounds": 1,
     "overlong_buffer": 0, "max_edits": 0, "max_turns": 1, "eval_every": 0, "eval_samples": 1, "seed": 0,
     "eps_low": 0.0, "eps_high": 0.0, "kl_coef": 0.0,
@@ -105,22 +107,22 @@ def check_config(cfg, n_tasks=None):
             if not isinstance(value, kinds) or isinstance(value, bool) or not math.isfinite(value):
                 raise ValueError(f"{name}: {value!r} is not a {'whole' if kinds is int else 'finite'} number")
             if name in LOWEST and value < LOWEST[name]:
-                raise ValueError(f"{name}: {value} is too small, it must be at least {LOWEST[name]}"
-                                 + (", a group of one has nothing to be compared with" if name == "group_size" else ""))
+                raise ValueError(f"{name}: {value} is too small, it must be at least {LOWEST[name]}")
             if name not in LOWEST and value <= 0:
                 raise ValueError(f"{name}: {value} must be greater than 0")
     limits = [("minibatches", cfg.prompts_per_step * cfg.group_size, "the episodes of a step"),
               ("overlong_buffer", cfg.max_turns, "max_turns"), ("seed", 2 ** 32 - 1, "a 32-bit number")]
-    limits += [("prompts_per_step", n_tasks, "the training tasks there are")] if n_tasks is not None else []
-    limits += [("eps_low", 1, "a ratio's distance from 0")] if cfg.ratio_level in ("token", "sequence", "cispo") else []
+    if n_tasks is not None:
+        limits.append(("prompts_per_step", n_tasks, "the training tasks there are"))
+    if cfg.ratio_level in ("token", "sequence", "cispo"):
+        limits.append(("eps_low", 1, "a ratio's distance from 0"))
     for name, most, why in limits:
         if getattr(cfg, name) > most:
             raise ValueError(f"{name}: {getattr(cfg, name)} is too large, it must be at most {most} ({why})")
     if cfg.agg == "constant" and cfg.agg_constant is None:
         raise ValueError("agg_constant: agg constant needs one, a number of tokens greater than 0")
     if cfg.scale == "group_mean" and cfg.overlong_buffer:
-        raise ValueError("overlong_buffer: must be 0 with scale group_mean, which divides by the mean reward: penalties "
-                         "make it negative")
+        raise ValueError("overlong_buffer: must be 0 with scale group_mean: it needs rewards >= 0")
     if cfg.filter_zero_adv and cfg.dynamic_sampling:
         raise ValueError("filter_zero_adv: must be false with dynamic_sampling, which drops the same groups")
 
@@ -130,14 +132,16 @@ def check_config(cfg, n_tasks=None):
 # --------------------------------------------------------------------------------------------------
 
 def make_env(task, cfg, rng):
-    """One environment as the configuration says. The signature of an env_factory: (task, cfg, random.Random) -> env."""
+    """One environment as cfg says. An env_factory has this signature: (task, cfg, random.Random) -> env."""
     if cfg.rename:
         task = randomize_names(task, rng)
-    return BugFixEnv(task, cfg.max_turns) if cfg.max_edits is None else EditBudgetEnv(task, cfg.max_edits, cfg.max_turns)
+    if cfg.max_edits is None:
+        return BugFixEnv(task, cfg.max_turns)
+    return EditBudgetEnv(task, cfg.max_edits, cfg.max_turns)
 
 
 def step_generator(seed, step):
-    """The torch.Generator of one step of one run. A stream to each step, not one for the run: arms of an experiment
+    """The torch.Generator of one step of one run. Not one stream for the whole run: so, arms of an experiment
     that use up different amounts of chance still draw the same tasks at the same step."""
     return torch.Generator().manual_seed(seed * 1_000_003 + step)
 
@@ -166,23 +170,23 @@ def reward_of(env, reward):
     try:
         value = float(reward(env))
     except Exception as error:
-        raise RuntimeError(f"the reward function {name} failed on a {type(env).__name__}: {error!r}") from error
+        raise RuntimeError(f"reward function {name} failed on a {type(env).__name__}: {error!r}") from error
     if not math.isfinite(value):
-        raise RuntimeError(f"the reward function {name} returned {value} for a {type(env).__name__}; it must be finite")
+        raise RuntimeError(f"reward function {name} returned {value} for a {type(env).__name__}")
     return value
 
 
 def sample_step(model, tok, cfg, train_tasks, generator, env_factory=None):
-    """The episodes of one step: (kept, sampled). What is trained on, and what it cost: everything that was sampled.
+    """The episodes of one step: (kept, sampled). What is trained on, and what it cost.
 
-    Dynamic sampling (DAPO, arXiv 2503.14476) drops groups whose rewards are all equal, whose advantages are zero, and
-    samples further tasks until prompts_per_step groups are kept or max_sample_rounds is reached; then it trains on what
-    it has. A policy that always passes would otherwise be sampled for ever.
+    Dynamic sampling (DAPO, arXiv 2503.14476) drops groups whose rewards are all equal, whose advantages are
+    zero, and samples further tasks until prompts_per_step groups are kept or max_sample_rounds is reached;
+    then it trains on what it has. Without a cap, a policy that always passes would be sampled for ever.
     """
     rng, size = python_rng(generator), cfg.group_size
     order, kept, sampled = [], [], []
     for _ in range(cfg.max_sample_rounds if cfg.dynamic_sampling else 1):
-        if len(order) < cfg.prompts_per_step:                       # no task twice before all have had their turn
+        if len(order) < cfg.prompts_per_step:           # no task twice before all have had their turn
             order += rng.sample(train_tasks, len(train_tasks))
         tasks, order = order[:cfg.prompts_per_step], order[cfg.prompts_per_step:]
         episodes = sample_groups(model, tok, tasks, size, cfg, generator, env_factory)
@@ -209,11 +213,12 @@ def mean(values):
 
 
 def behavior_stats(episodes):
-    """Means over episodes, as a dict. A reward alone cannot tell an agent that reads from one that guesses well.
+    """Means over episodes. A reward alone cannot tell an agent that reads from one that guesses well.
 
-    pass_rate (hidden tests), reward, reads, tests, edits (applied ones), first_edit_right (of the episodes that edit),
-    read_first (share of all that read before their first edit), read_then_right (of those), turns, policy_tokens,
-    truncated, and turns, policy_tokens and reads of passing and of failing episodes apart; nan where there are none.
+    pass_rate (hidden tests), reward, reads, tests, edits (applied), first_edit_right (of those that edit),
+    read_first (share of all that read before their first edit), read_then_right (of those), turns,
+    policy_tokens, truncated; turns, policy_tokens and reads also of passing and of failing episodes apart.
+    nan where there is nothing to take a mean of.
     """
     rows = []
     for episode in episodes:
@@ -224,7 +229,7 @@ def behavior_stats(episodes):
             "edits": len(getattr(env, "edits", [])), "turns": len(episode["calls"]),
             "policy_tokens": sum(episode["mask"]), "truncated": float(env.truncated),
             "first": first, "read_first": float(first is not None and first["read_before"])})
-    stats = {name: mean(row[name] for row in rows) for name in rows[0] if name != "first"} if rows else {}
+    stats = {name: mean(row[name] for row in rows) for name in rows[0] if name != "first"}
     stats["first_edit_right"] = mean(row["first"]["right"] for row in rows if row["first"])
     stats["read_then_right"] = mean(row["first"]["right"] for row in rows if row["read_first"])
     for name in ("turns", "policy_tokens", "reads"):
@@ -240,7 +245,7 @@ def behavior_stats(episodes):
 def group_advantages(rewards, group_size, baseline="group_mean", scale="group_std", lengths=None):
     """Advantage of each episode against its group: (reward - baseline) / scale.
 
-    rewards (N,), N / group_size consecutive groups; lengths (N,), policy tokens, for length_weighted alone -> (N,).
+    rewards (N,), consecutive groups of group_size; lengths (N,), policy tokens, for length_weighted -> (N,).
 
     baseline  group_mean       mean of the group                                  GRPO, arXiv 2402.03300
               leave_one_out    mean of the others: G / (G - 1) * (R - mean)       RLOO, arXiv 2402.14740
@@ -250,12 +255,12 @@ def group_advantages(rewards, group_size, baseline="group_mean", scale="group_st
               batch_std        the deviation of all N rewards                     Lite PPO, arXiv 2508.08221
               group_mean       the group's mean; rewards >= 0, 0 if it is 0       MaxRL, arXiv 2602.02710
 
-    Deviations are unbiased (n - 1), plus 1e-6. ValueError for a group of one: it has no deviation (others give nan).
+    Deviations are unbiased (n - 1), plus 1e-6. ValueError for a group of one, which has no deviation.
     """
     if group_size < 2 or len(rewards) % group_size:
         raise ValueError(f"group_size: {group_size} must be at least 2 and divide the {len(rewards)} rewards")
-    R = rewards.view(-1, group_size)                                                          # (groups, G)
-    group_mean = R.mean(dim=1, keepdim=True)                                                  # (groups, 1)
+    R = rewards.view(-1, group_size)                                                    # (groups, G)
+    group_mean = R.mean(dim=1, keepdim=True)                                            # (groups, 1)
     if baseline == "group_mean":
         A = R - group_mean
     elif baseline == "leave_one_out":
@@ -277,14 +282,14 @@ def group_advantages(rewards, group_size, baseline="group_mean", scale="group_st
         A = torch.where(group_mean > 0, A / group_mean, torch.zeros_like(A))
     elif scale != "none":
         raise ValueError(f"scale: {scale!r} is not one of group_std, none, batch_std, group_mean")
-    # Equal rewards have no better and no worse. Set to 0 on purpose: in float32 the mean of eight 0.1 is not 0.1, and
-    # that rounding error over an equally small deviation can come out near 1.
+    # Equal rewards have no better and no worse. Set to 0 on purpose: in float32 the mean of eight 0.1 is not
+    # 0.1, and that rounding error over an equally small deviation can come out near 1.
     equal = R.amax(dim=1, keepdim=True) == R.amin(dim=1, keepdim=True)
     return torch.where(equal, torch.zeros_like(A), A).view(-1)
 
 
 def overlong_penalty(turns, max_turns, buffer):
-    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13), the length being turns. turns (N,) -> (N,) in [-1, 0].
+    """Soft overlong punishment (DAPO, arXiv 2503.14476), the length being turns: (N,) -> (N,) in [-1, 0].
 
     0 up to max_turns - buffer, then linear down to -1 at max_turns; never below. buffer 0: no penalty.
     """
@@ -293,7 +298,7 @@ def overlong_penalty(turns, max_turns, buffer):
 
 
 def compute_advantages(episodes, cfg):
-    """Advantages (N,) of the episodes of whole groups, from their rewards, shaped by the overlong penalty if set."""
+    """Advantages (N,) of the episodes of whole groups; their rewards take the overlong penalty first."""
     rewards = torch.tensor([episode["reward"] for episode in episodes])
     lengths = torch.tensor([sum(episode["mask"]) for episode in episodes])
     turns = torch.tensor([float(len(episode["calls"])) for episode in episodes])
@@ -306,15 +311,16 @@ def compute_advantages(episodes, cfg):
 # --------------------------------------------------------------------------------------------------
 
 def kl_penalty(logp, ref_logp, kind):
-    """Estimates of KL(pi || ref) from tokens that pi sampled: logp, ref_logp (B, T) -> (B, T). With l = log(ref / pi):
+    """Estimates of KL(pi || ref) from tokens that pi sampled: logp, ref_logp (B, T) -> (B, T).
+
+    With l = log(ref / pi), never turned round (k3 would then estimate something else), and clamped, for exp:
 
         k1 = -l              unbiased; negative on some tokens and on some batches, which is no fault
         k2 = l^2 / 2         biased a little, never negative
         k3 = e^l - 1 - l     unbiased and never negative (Schulman's note on approximating KL; GRPO's)
 
-    An estimator's value is one thing, its gradient as a loss another: k1's is zero in expectation (it would move
-    nothing but noise: put k1 into the reward instead), k2's is the gradient of the KL, k3's that of KL(ref || pi).
-    The ratio is ref / pi; turned round, k3 estimates something else. l is clamped, exp overflows.
+    An estimator's value is one thing, its gradient as a loss another: k1's is zero in expectation (as a loss it
+    moves nothing but noise; put it into the reward), k2's is the gradient of the KL, k3's that of KL(ref || pi).
     """
     l = (ref_logp - logp).clamp(-20, 20)
     if kind == "k1":
@@ -329,27 +335,29 @@ def kl_penalty(logp, ref_logp, kind):
 # --------------------------------------------------------------------------------------------------
 # Losses
 # --------------------------------------------------------------------------------------------------
-# All are minimised. In every loss:  r = pi / pi_old of a token, its log clamped to +-20 before exp;  A = the episode's
-# advantage, the same for all its tokens;  sg() = stop gradient. Positions outside the mask hold anything and count for
-# nothing. The value of such a loss says little (on policy it is about 0, whatever there is to learn): its gradient is
-# what matters, so it is the gradient's norm that gets logged.
+# All are minimised. In every loss:  r = pi / pi_old of a token, its log clamped to +-20 before exp;  A = the
+# episode's advantage, the same for all its tokens;  sg() = stop gradient. What stands outside the mask counts
+# for nothing. The value of such a loss says little (on policy it is about 0, whatever there is to learn): what
+# matters is its gradient, so it is the gradient's norm that is logged.
 #
-# Each function stands alone, so that it can be copied alone. That is why the three lines of aggregate_loss come again
-# at the end of each.
+# Each function stands alone and can be copied alone. That is why the lines of aggregate_loss, and those of the
+# statistics, come again at the end of each.
+
 
 def aggregate_loss(per_token, mask, mode, constant=None):
-    """One number from per-token losses (B, T) and mask (B, T), bool or float -> (). With n_i tokens in row i of B:
+    """One number from per-token losses (B, T) and mask (B, T), bool or float -> (). n_i: tokens in row i of B.
 
-        token_mean            sum of all / sum_i n_i             every token of the batch weighs the same (DAPO)
-        seq_mean_token_mean   mean over i of (row sum / n_i)     every episode weighs the same, a long one's tokens less
-        seq_mean_token_sum    mean over i of (row sum)           every token the same, and long episodes the more
-        constant              sum of all / (B * constant)        as before, by a number that no batch changes (Dr. GRPO)
+        token_mean           sum of all / sum_i n_i           every token of the batch weighs the same (DAPO)
+        seq_mean_token_mean  mean over i of (row sum / n_i)   every episode does: a long one's tokens weigh less
+        seq_mean_token_sum   mean over i of (row sum)         every token does, by a batch's number of episodes
+        constant             sum of all / (B * constant)      every token does, by a fixed number (Dr. GRPO)
 
-    The batch is the optimizer's: an average of averages over parts of it would weigh tokens unequally. The seq_ modes
-    average over rows with a token in them. Never divide by T: it is the longest row's length and changes by the batch.
+    The batch is the optimizer's: an average of averages over parts of it would weigh tokens unequally. The seq_
+    modes average over rows that have a token. Never divide by T, the longest row: it changes with the batch.
+    ValueError for another mode, or for constant without one.
     """
     m = mask.to(per_token.dtype)
-    n = m.sum(dim=1, keepdim=True)                                                            # (B, 1) tokens a row
+    n = m.sum(dim=1, keepdim=True)                                                      # (B, 1)
     rows = (n > 0).to(m.dtype).sum().clamp(min=1)
     divisors = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
                 "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}
@@ -364,160 +372,179 @@ def ppo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2,
 
         -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)
 
-    The smaller of the two, whatever the sign of A: a token is clipped, and loses its gradient, only where r has already
-    gone too far in the direction that A pushes. With one optimizer step a batch, r is 1 and nothing ever is; from the
-    second minibatch on the clip has work. logp, old_logp, mask (B, T), adv (B,) -> (loss (), stats: clip_frac, the
-    share of tokens that are clipped, ratio_min, ratio_max).
+    The smaller of the two, whatever the sign of A: a token is clipped, and loses its gradient, only where r has
+    already gone too far in the direction that A pushes. With one optimizer step a batch r is 1 and nothing ever
+    is; from the second minibatch on the clip has work.
+
+    logp, old_logp, mask (B, T), adv (B,) -> (loss (), {clip_frac: share of tokens clipped, ratio_min, ratio_max})
     """
-    m = mask.to(logp.dtype)
-    r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                         # (B, T)
-    A = adv[:, None]                                                                          # (B, 1)
+    m, A = mask.to(logp.dtype), adv[:, None]                                            # (B, T), (B, 1)
+    r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                   # (B, T)
     free, held = r * A, r.clamp(1 - eps_low, 1 + eps_high) * A
     per_token, clipped = -torch.minimum(free, held), free > held
-    n, rows = m.sum(dim=1, keepdim=True), (m.sum(dim=1) > 0).to(m.dtype).sum().clamp(min=1)   # see aggregate_loss
+    n = m.sum(dim=1, keepdim=True)                                      # from here on as in aggregate_loss
+    rows = (n > 0).to(m.dtype).sum().clamp(min=1)
     divisor = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
                "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}[agg]
     loss = (per_token.masked_fill(m == 0, 0) / divisor).sum()
+    r = r.detach()
     return loss, {"clip_frac": (clipped * m).sum() / m.sum().clamp(min=1),
-                  "ratio_min": r.masked_fill(m == 0, float("inf")).min(), "ratio_max": r.masked_fill(m == 0, 0).max()}
+                  "ratio_min": r.masked_fill(m == 0, float("inf")).min(),
+                  "ratio_max": r.masked_fill(m == 0, 0).max()}
 
 
-def gspo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2,
-                     agg="seq_mean_token_mean", constant=None):
+def gspo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2, agg="seq_mean_token_mean",
+                     constant=None):
     """GSPO (arXiv 2507.18071): one ratio, one clip, one weight to an episode, s_i = exp(mean_t log r_it):
 
         -min(s_i A, clip(s_i, 1 - eps_low, 1 + eps_high) A)       for every token of episode i
 
-    The mean, not the sum of the log-ratios: a product of ratios would leave any band with the length. s moves much less
-    than r, so the paper's band is some 3e-4 wide for outputs of thousands of tokens; with 0.2 it never clips. Averages
-    over episodes; with agg seq_mean_token_sum, each weighs by its length: LUSPO (arXiv 2602.05261). Shapes as in
-    ppo_policy_loss; clip_frac is the share of episodes, the ratio's range that of s.
+    The mean of the log-ratios, not their sum: a product of ratios would leave any band as it gets longer. s moves
+    much less than r, so the paper's band is some 3e-4 wide, for outputs of thousands of tokens; at 0.2 it never
+    clips. Averages over episodes; with agg seq_mean_token_sum each weighs by its length, which is LUSPO (arXiv
+    2602.05261). Shapes as in ppo_policy_loss; clip_frac is the share of episodes, the ratio's range that of s.
     """
     m, A = mask.to(logp.dtype), adv[:, None]
     log_r = (logp - old_logp).masked_fill(m == 0, 0)
-    s = (log_r.sum(dim=1, keepdim=True) / m.sum(dim=1, keepdim=True).clamp(min=1)).clamp(-20, 20).exp()       # (B, 1)
-    free, held = s * A, s.clamp(1 - eps_low, 1 + eps_high) * A                                # (B, 1)
+    n = m.sum(dim=1, keepdim=True)                                                      # (B, 1)
+    s = (log_r.sum(dim=1, keepdim=True) / n.clamp(min=1)).clamp(-20, 20).exp()          # (B, 1)
+    free, held = s * A, s.clamp(1 - eps_low, 1 + eps_high) * A
     per_token = -torch.minimum(free, held).expand_as(logp)
-    n, rows = m.sum(dim=1, keepdim=True), (m.sum(dim=1) > 0).to(m.dtype).sum().clamp(min=1)   # see aggregate_loss
+    rows = (n > 0).to(m.dtype).sum().clamp(min=1)
     divisor = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
                "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}[agg]
     loss = (per_token.masked_fill(m == 0, 0) / divisor).sum()
+    s = s.detach()
     return loss, {"clip_frac": ((free > held) & (n > 0)).to(m.dtype).sum() / rows,
-                  "ratio_min": s.masked_fill(n == 0, float("inf")).min(), "ratio_max": s.masked_fill(n == 0, 0).max()}
+                  "ratio_min": s.masked_fill(n == 0, float("inf")).min(),
+                  "ratio_max": s.masked_fill(n == 0, 0).max()}
 
 
-def cispo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2,
-                      agg="token_mean", constant=None):
+def cispo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2, agg="token_mean",
+                      constant=None):
     """CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is clipped, the token's gradient is not:
 
         -sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi
 
-    Exactly the tokens that PPO's clip silences keep a gradient here. eps_low = 1 leaves no lower bound, as the paper
-    trains. Shapes as in ppo_policy_loss; clip_frac: tokens whose ratio is outside the band on the side A pushes to.
+    Exactly the tokens that PPO's clip silences keep a gradient here. eps_low = 1: no lower bound, as the paper
+    trains. Shapes as in ppo_policy_loss; clip_frac: tokens outside the band on the side that A pushes to.
     """
-    m = mask.to(logp.dtype)
-    r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                         # (B, T)
-    A = adv[:, None]                                                                          # (B, 1)
+    m, A = mask.to(logp.dtype), adv[:, None]                                            # (B, T), (B, 1)
+    r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                   # (B, T)
     weight = r.detach().clamp(1 - eps_low, 1 + eps_high)
     per_token, clipped = -weight * A * logp, r * A > weight * A
-    n, rows = m.sum(dim=1, keepdim=True), (m.sum(dim=1) > 0).to(m.dtype).sum().clamp(min=1)   # see aggregate_loss
+    n = m.sum(dim=1, keepdim=True)                                      # from here on as in aggregate_loss
+    rows = (n > 0).to(m.dtype).sum().clamp(min=1)
     divisor = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
                "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}[agg]
     loss = (per_token.masked_fill(m == 0, 0) / divisor).sum()
+    r = r.detach()
     return loss, {"clip_frac": (clipped * m).sum() / m.sum().clamp(min=1),
-                  "ratio_min": r.masked_fill(m == 0, float("inf")).min(), "ratio_max": r.masked_fill(m == 0, 0).max()}
+                  "ratio_min": r.masked_fill(m == 0, float("inf")).min(),
+                  "ratio_max": r.masked_fill(m == 0, 0).max()}
 
 
-def gmpo_policy_loss(logp, old_logp, adv, mask, eps_low=0.4, eps_high=0.4, agg="seq_mean_token_mean", constant=None):
-    """GMPO (arXiv 2507.20673): the geometric mean of an episode's ratios, each clipped, in place of the arithmetic:
+def gmpo_policy_loss(logp, old_logp, adv, mask, eps_low=0.4, eps_high=0.4, agg="seq_mean_token_mean",
+                     constant=None):
+    """GMPO (arXiv 2507.20673): the geometric mean of an episode's ratios, each clipped, not the arithmetic:
 
-        m_it = sign(A) min(sign(A) log r, sign(A) clip(log r, -eps_low, eps_high))        loss = -mean_i A_i exp(mean_t m_it)
+        m_it = sign(A) min(sign(A) log r, sign(A) clip(log r, -eps_low, eps_high))
+        loss = -mean_i A_i exp(mean_t m_it)
 
     The bounds are on log r. Always a mean over episodes with a token: agg and constant are there for the common
-    signature and do nothing. Shapes as in ppo_policy_loss; clip_frac in tokens.
+    signature and do nothing. Shapes as in ppo_policy_loss.
     """
     m, A = mask.to(logp.dtype), adv[:, None]
-    log_r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20)                           # (B, T)
+    log_r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20)                     # (B, T)
     free, held = A.sign() * log_r, A.sign() * log_r.clamp(-eps_low, eps_high)
-    n = m.sum(dim=1, keepdim=True)                                                            # (B, 1)
+    n = m.sum(dim=1, keepdim=True)                                                      # (B, 1)
     geometric = ((A.sign() * torch.minimum(free, held)).sum(dim=1, keepdim=True) / n.clamp(min=1)).exp()
     loss = -((A * geometric).masked_fill(n == 0, 0)).sum() / (n > 0).to(m.dtype).sum().clamp(min=1)
-    r = log_r.exp()
+    r = log_r.exp().detach()
     return loss, {"clip_frac": ((free > held) * m).sum() / m.sum().clamp(min=1),
-                  "ratio_min": r.masked_fill(m == 0, float("inf")).min(), "ratio_max": r.masked_fill(m == 0, 0).max()}
+                  "ratio_min": r.masked_fill(m == 0, float("inf")).min(),
+                  "ratio_max": r.masked_fill(m == 0, 0).max()}
 
 
 def sapo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2,
                      agg="seq_mean_token_mean", constant=None, tau_pos=1.0, tau_neg=1.05):
-    """SAPO (arXiv 2511.20347): a soft gate in place of the clip; the gradient fades as r leaves 1, and never ends:
+    """SAPO (arXiv 2511.20347): a soft gate, not a clip; the gradient fades as r leaves 1, and never ends:
 
         -(4 / tau) sigmoid(tau (r - 1)) A          tau = tau_pos where A > 0, else tau_neg (a little harder)
 
-    eps_low and eps_high are there for the common signature and do nothing: nothing is clipped, clip_frac is 0. Shapes as
-    in ppo_policy_loss.
+    Shapes as in ppo_policy_loss. eps_low and eps_high are there for the common signature and do nothing;
+    clip_frac is 0.
     """
-    m = mask.to(logp.dtype)
-    r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                         # (B, T)
-    A = adv[:, None]                                                                          # (B, 1)
-    tau = torch.where(A > 0, torch.full_like(A, tau_pos), torch.full_like(A, tau_neg))        # (B, 1)
+    m, A = mask.to(logp.dtype), adv[:, None]                                            # (B, T), (B, 1)
+    r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                   # (B, T)
+    tau = torch.where(A > 0, torch.full_like(A, tau_pos), torch.full_like(A, tau_neg))
     per_token, clipped = -4 / tau * torch.sigmoid(tau * (r - 1)) * A, torch.zeros_like(m)
-    n, rows = m.sum(dim=1, keepdim=True), (m.sum(dim=1) > 0).to(m.dtype).sum().clamp(min=1)   # see aggregate_loss
+    n = m.sum(dim=1, keepdim=True)                                      # from here on as in aggregate_loss
+    rows = (n > 0).to(m.dtype).sum().clamp(min=1)
     divisor = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
                "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}[agg]
     loss = (per_token.masked_fill(m == 0, 0) / divisor).sum()
+    r = r.detach()
     return loss, {"clip_frac": (clipped * m).sum() / m.sum().clamp(min=1),
-                  "ratio_min": r.masked_fill(m == 0, float("inf")).min(), "ratio_max": r.masked_fill(m == 0, 0).max()}
+                  "ratio_min": r.masked_fill(m == 0, float("inf")).min(),
+                  "ratio_max": r.masked_fill(m == 0, 0).max()}
 
 
-def dppo_policy_loss(logp, old_logp, adv, mask, eps_low=0.15, eps_high=0.15,
-                     agg="token_mean", constant=None):
+def dppo_policy_loss(logp, old_logp, adv, mask, eps_low=0.15, eps_high=0.15, agg="token_mean",
+                     constant=None):
     """DPPO (arXiv 2602.04879): a trust region in probabilities, not in ratios (the total-variation form):
 
-        -sg(min(r, 20)) A log pi        kept where A > 0 and pi - pi_old <= eps_high, or A <= 0 and pi - pi_old >= -eps_low
+        -sg(min(r, 20)) A log pi     where A > 0 and pi - pi_old <= eps_high, or A <= 0 and pi - pi_old >= -eps_low
 
-    A rare token may double and double again, a likely one may not move by more than eps. What is not kept has no
-    gradient and still counts as a token. Shapes as in ppo_policy_loss; clip_frac: tokens not kept.
+    A rare token may double and double again, a likely one may not move by more than eps. Elsewhere 0: a token
+    without a gradient that still counts as one. Shapes as in ppo_policy_loss; clip_frac: tokens left out.
     """
-    m = mask.to(logp.dtype)
-    r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                         # (B, T)
-    A = adv[:, None]                                                                          # (B, 1)
+    m, A = mask.to(logp.dtype), adv[:, None]                                            # (B, T), (B, 1)
+    r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                   # (B, T)
     moved = (logp.exp() - old_logp.exp()).detach()
     clipped = torch.where(A > 0, moved > eps_high, moved < -eps_low)
     per_token = -r.detach().clamp(max=20) * A * logp * ~clipped
-    n, rows = m.sum(dim=1, keepdim=True), (m.sum(dim=1) > 0).to(m.dtype).sum().clamp(min=1)   # see aggregate_loss
+    n = m.sum(dim=1, keepdim=True)                                      # from here on as in aggregate_loss
+    rows = (n > 0).to(m.dtype).sum().clamp(min=1)
     divisor = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
                "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}[agg]
     loss = (per_token.masked_fill(m == 0, 0) / divisor).sum()
+    r = r.detach()
     return loss, {"clip_frac": (clipped * m).sum() / m.sum().clamp(min=1),
-                  "ratio_min": r.masked_fill(m == 0, float("inf")).min(), "ratio_max": r.masked_fill(m == 0, 0).max()}
+                  "ratio_min": r.masked_fill(m == 0, float("inf")).min(),
+                  "ratio_max": r.masked_fill(m == 0, 0).max()}
 
 
-def pg_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2,
-                   agg="token_mean", constant=None):
+def pg_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2, agg="token_mean",
+                   constant=None):
     """The plain policy gradient, no ratio and no clip: -A log pi (REINFORCE; GPG, arXiv 2504.02546).
 
-    eps_low and eps_high are there for the common signature and do nothing; the ratio is reported, not used. Shapes as in
-    ppo_policy_loss; clip_frac is 0.
+    Shapes as in ppo_policy_loss. eps_low and eps_high are there for the common signature and do nothing; the
+    ratio is reported and not used; clip_frac is 0.
     """
-    m = mask.to(logp.dtype)
-    r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                         # (B, T)
-    A = adv[:, None]                                                                          # (B, 1)
+    m, A = mask.to(logp.dtype), adv[:, None]                                            # (B, T), (B, 1)
+    r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                   # (B, T)
     per_token, clipped = -A * logp, torch.zeros_like(m)
-    n, rows = m.sum(dim=1, keepdim=True), (m.sum(dim=1) > 0).to(m.dtype).sum().clamp(min=1)   # see aggregate_loss
+    n = m.sum(dim=1, keepdim=True)                                      # from here on as in aggregate_loss
+    rows = (n > 0).to(m.dtype).sum().clamp(min=1)
     divisor = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
                "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}[agg]
     loss = (per_token.masked_fill(m == 0, 0) / divisor).sum()
+    r = r.detach()
     return loss, {"clip_frac": (clipped * m).sum() / m.sum().clamp(min=1),
-                  "ratio_min": r.masked_fill(m == 0, float("inf")).min(), "ratio_max": r.masked_fill(m == 0, 0).max()}
+                  "ratio_min": r.masked_fill(m == 0, float("inf")).min(),
+                  "ratio_max": r.masked_fill(m == 0, 0).max()}
 
 
 POLICY_LOSSES = {"token": ppo_policy_loss, "sequence": gspo_policy_loss, "cispo": cispo_policy_loss,
-                 "gmpo": gmpo_policy_loss, "sapo": sapo_policy_loss, "dppo": dppo_policy_loss, "none": pg_policy_loss}
+                 "gmpo": gmpo_policy_loss, "sapo": sapo_policy_loss, "dppo": dppo_policy_loss,
+                 "none": pg_policy_loss}
 
 
 def policy_loss(logp, old_logp, adv, mask, cfg):
     """The loss that cfg.ratio_level names, with cfg's clip range and aggregation."""
-    return POLICY_LOSSES[cfg.ratio_level](logp, old_logp, adv, mask, cfg.eps_low, cfg.eps_high, cfg.agg, cfg.agg_constant)
+    loss = POLICY_LOSSES[cfg.ratio_level]
+    return loss(logp, old_logp, adv, mask, cfg.eps_low, cfg.eps_high, cfg.agg, cfg.agg_constant)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -528,19 +555,21 @@ UPDATE_STATS = ("clip_frac", "approx_kl", "ratio_min", "ratio_max", "entropy", "
 
 
 def rl_update(model, optimizer, episodes, cfg, generator, ref_model=None):
-    """cfg.epochs passes of cfg.minibatches optimizer steps over the episodes; changes model. Gives a dict of statistics.
+    """cfg.epochs passes of cfg.minibatches optimizer steps over the episodes; changes model.
 
-    FloatingPointError before a step with a loss or gradient that is not finite: the weights stay the last good ones.
+    Gives a dict: UPDATE_STATS over the optimizer steps (nan if there were none) and sec_old, the seconds for the
+    old log-probabilities. FloatingPointError before a step whose loss or gradient is not finite: the weights
+    stay the last good ones.
     """
     if not episodes:                            # dynamic sampling or filtering left nothing
         return {**dict.fromkeys(UPDATE_STATS, math.nan), "sec_old": 0.0}
     batch, advantages = collate(episodes), compute_advantages(episodes, cfg)
-    if cfg.mask_truncated:                      # overlong filtering (DAPO): they still count in their group's baseline
+    if cfg.mask_truncated:                      # overlong filtering (DAPO): in the baseline, not in the loss
         batch["mask"] &= ~torch.tensor([episode["env"].truncated for episode in episodes])[:, None]
-    # pi_old: recomputed by the trainer's own function, not taken from the sampler, so that r is exactly 1 at first
+    # pi_old: computed by the trainer's own function, not taken from the sampler, so that r begins at exactly 1
     started = time.perf_counter()
     with torch.no_grad():
-        batch["old_logp"] = token_logps(model, batch, cfg.temperature)                        # (N, T)
+        batch["old_logp"] = token_logps(model, batch, cfg.temperature)                  # (N, T)
         if ref_model is not None:
             batch["ref_logp"] = token_logps(ref_model, batch, cfg.temperature)
     sec_old, steps = time.perf_counter() - started, []
@@ -548,47 +577,50 @@ def rl_update(model, optimizer, episodes, cfg, generator, ref_model=None):
         for rows in torch.randperm(len(episodes), generator=generator).chunk(cfg.minibatches):
             part, adv = {name: tensor[rows] for name, tensor in batch.items()}, advantages[rows]
             mask = part["mask"]
-            if not mask.any():                  # every episode truncated and masked: nothing to learn from, no step
+            if not mask.any():                  # all truncated and masked: no token, no mean, no step
                 continue
-            logp, entropy = token_logps(model, part, cfg.temperature, with_entropy=True)      # (B, T)
+            logp, entropy = token_logps(model, part, cfg.temperature, with_entropy=True)        # (B, T)
             loss, stats = policy_loss(logp, part["old_logp"], adv, mask, cfg)
-            # approx_kl: KL(pi_old || pi), the tokens being pi_old's
+            # KL(pi_old || pi), since it is pi_old that sampled the tokens
             stats["approx_kl"] = kl_penalty(part["old_logp"], logp.detach(), "k3")[mask].mean()
             if ref_model is not None:
                 kl = kl_penalty(logp, part["ref_logp"], cfg.kl_kind)[mask].mean()
-                loss, stats["kl_ref"] = loss + cfg.kl_coef * kl, kl
+                loss, stats["kl_ref"] = loss + cfg.kl_coef * kl, kl.detach()
             optimizer.zero_grad()
             loss.backward()
-            stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-            if not (torch.isfinite(loss) and torch.isfinite(stats["grad_norm"])):
-                raise FloatingPointError(f"loss {loss.item()}, gradient norm {stats['grad_norm'].item()}; look at the "
-                                         f"learning rate ({cfg.lr}) and at ratio_max, {float(stats['ratio_max']):.3g}")
-            if adv.any() or ref_model is not None:          # with nothing to learn, Adam's momentum would still move
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+            if not (torch.isfinite(loss) and torch.isfinite(norm)):
+                raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm.item()}; look at the learning "
+                                         f"rate ({cfg.lr}) and at ratio_max ({stats['ratio_max'].item():.3g})")
+            if adv.any() or ref_model is not None:      # with nothing to learn Adam's momentum would still move
                 optimizer.step()
-            steps.append({name: float(value.detach()) for name, value in {**stats, "entropy": entropy}.items()})
+            stats.update(entropy=entropy, grad_norm=norm)
+            steps.append({name: value.item() for name, value in stats.items()})
     combine = {"ratio_min": min, "ratio_max": max}
-    stats = {name: combine.get(name, mean)([s[name] for s in steps if name in s] or [math.nan]) for name in UPDATE_STATS}
-    return {**stats, "sec_old": sec_old}
+    columns = {name: [stats[name] for stats in steps if name in stats] or [math.nan] for name in UPDATE_STATS}
+    return {**{name: combine.get(name, mean)(column) for name, column in columns.items()}, "sec_old": sec_old}
 
 
 # --------------------------------------------------------------------------------------------------
 # The loop
 # --------------------------------------------------------------------------------------------------
-
-WARMUP_STEPS = 6
+WARMUP_STEPS = 6        # Adam's first steps are of full size in every weight, whatever the gradient's; without a
+                        # gentle start they break one base agent in six or so, which then no longer submits
 
 
 def train_rl(model, tok, cfg, train_tasks, eval_tasks=None, ref_model=None, env_factory=None, on_step=None):
-    """Trains model in place. Gives the history, a dict a step: behavior_stats of all that was sampled, the update's
-    statistics (nan where there was no update), and
+    """Trains model in place. Gives the history, a dict for each step: behavior_stats of all that was sampled,
+    rl_update's statistics, and
 
-        episodes         sampled in the step, kept or not       zero_adv_frac   sampled groups of equal rewards
-        tokens           of them all, the environment's too     tokens_trained  likewise of those kept
-        eval_pass_rate   on eval_tasks, every eval_every steps and after the last; else nan
-        sec_sample, sec_update   seconds, of the update sec_old for the old log-probabilities
+        episodes, tokens    what was sampled, kept or not; the environment's tokens too
+        tokens_trained      tokens of the episodes that were kept
+        zero_adv_frac       share of the sampled groups whose rewards were all equal
+        eval_pass_rate      on eval_tasks, every eval_every steps and after the last; else nan
+        sec_sample, sec_update
 
-    ref_model: where the KL term pulls to; the starting model, frozen, if kl_coef > 0 and none is given. on_step(row) is
-    called after each step and ends the training by returning True. ValueError for a cfg that makes no sense.
+    ref_model: what the KL term pulls to; if kl_coef > 0 and none is given, a frozen copy of the starting model.
+    on_step(row) is called after each step and ends the training by returning True. ValueError for a cfg that
+    makes no sense.
     """
     check_config(cfg, len(train_tasks))
     if cfg.kl_coef > 0 and ref_model is None:
@@ -601,19 +633,21 @@ def train_rl(model, tok, cfg, train_tasks, eval_tasks=None, ref_model=None, env_
             group["lr"] = cfg.lr * min(1, (step + 1) / WARMUP_STEPS)
         started = time.perf_counter()
         kept, sampled = sample_step(model, tok, cfg, train_tasks, generator, env_factory)
-        half_way = time.perf_counter()
+        sampled_at = time.perf_counter()
         try:
             update = rl_update(model, optimizer, kept, cfg, generator, ref_model)
         except FloatingPointError as error:
             raise FloatingPointError(f"step {step}: {error}") from None
-        ended = time.perf_counter()
+        updated_at = time.perf_counter()
         groups = [sampled[i:i + cfg.group_size] for i in range(0, len(sampled), cfg.group_size)]
         row = {"step": step, **behavior_stats(sampled), "episodes": len(sampled),
                "tokens": sum(len(episode["ids"]) for episode in sampled),
-               "tokens_trained": sum(len(episode["ids"]) for episode in kept), "zero_adv_frac": mean(all_equal(group) for group in groups),
-               **update, "eval_pass_rate": math.nan, "sec_sample": half_way - started, "sec_update": ended - half_way}
+               "tokens_trained": sum(len(episode["ids"]) for episode in kept),
+               "zero_adv_frac": mean(all_equal(group) for group in groups), **update, "eval_pass_rate": math.nan,
+               "sec_sample": sampled_at - started, "sec_update": updated_at - sampled_at}
         if eval_tasks and cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps - 1):
-            row["eval_pass_rate"] = evaluate(model, tok, eval_tasks, cfg.eval_samples, cfg, env_factory)["pass_rate"]
+            evaluation = evaluate(model, tok, eval_tasks, cfg.eval_samples, cfg, env_factory)
+            row["eval_pass_rate"] = evaluation["pass_rate"]
         history.append(row)
         if on_step and on_step(row):
             break
@@ -623,7 +657,8 @@ def train_rl(model, tok, cfg, train_tasks, eval_tasks=None, ref_model=None, env_
 def evaluate(model, tok, tasks, n_samples, cfg, env_factory=None, keep=None):
     """behavior_stats over n_samples episodes a task, sampled at cfg.temperature in the gym that cfg describes.
 
-    The same cfg.seed gives the same stream of chance, whatever was trained before. keep: a list to put the episodes in.
+    The same cfg.seed gives the same stream of chance, whatever was trained before. keep: a list that gets the
+    episodes.
     """
     episodes = sample_groups(model, tok, tasks, n_samples, cfg, step_generator(cfg.seed, -1), env_factory)
     if keep is not None:
@@ -636,19 +671,21 @@ def evaluate(model, tok, tasks, n_samples, cfg, env_factory=None, keep=None):
 # --------------------------------------------------------------------------------------------------
 
 def add_config_flags(parser):
-    """A flag for every field of RLConfig but the callable one; a flag that is not given leaves no trace in the result."""
+    """A flag for each field of RLConfig but the callable; one that is not given leaves no trace in the result."""
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a name"}
+
     def reader(field):
-        kinds = getattr(field.type, "__args__", (field.type,))
-        kind, what = kinds[0], {bool: "true or false", int: "a whole number", float: "a number", str: "a name"}[kinds[0]]
+        kinds = getattr(field.type, "__args__", (field.type,))                  # Optional[int]: int, NoneType
+        kind, optional = kinds[0], len(kinds) > 1
 
         def read(text):
             try:
-                if text.lower() == "none" and len(kinds) > 1:
+                if optional and text.lower() == "none":
                     return None
                 return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
             except (KeyError, ValueError):
-                what_else = " or none" if len(kinds) > 1 else ""
-                raise argparse.ArgumentTypeError(f"{text!r} is not {what}{what_else}") from None
+                wanted = names[kind] + (" or none" if optional else "")
+                raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
         return read
 
     group = parser.add_argument_group("fields of RLConfig, each explained where the class is")
@@ -663,63 +700,34 @@ def given_fields(args):
     return {field.name: getattr(args, field.name) for field in fields(RLConfig) if hasattr(args, field.name)}
 
 
-def usable_config(preset, given, n_tasks=len(TRAIN_TASKS)):
-    """RLConfig of a preset's fields, overridden by the given ones; one line and exit status 2 if it makes no sense."""
+def usable_config(preset, given):
+    """RLConfig of a preset's fields overridden by the given ones; exit status 2 if it makes no sense."""
     cfg = RLConfig(**{**preset, **given})
     try:
-        check_config(cfg, n_tasks)
+        check_config(cfg, len(TRAIN_TASKS))
     except ValueError as error:
         fail(f"--{error}")
     return cfg
 
 
-def open_for_writing(flag, path, mode):
-    """The file opened, or one line and exit status 2: before any work, not when there is something to write."""
-    try:
-        return open(path, mode, encoding="utf-8")
-    except OSError as error:
-        fail(f"{flag} {path}: cannot be written: {error.strerror}")
-
-
-def save_model(model, tok, cfg, path):
-    """Writes a checkpoint that --init reads; through a second file, so that a full disk costs no earlier one."""
-    config = {name: value for name, value in asdict(cfg).items() if name != "reward"}
-    torch.save({"model": model.state_dict(), "words": list(tok), "config": config}, path + ".part")
-    os.replace(path + ".part", path)
-
-
-def load_model(tok, path):
-    """The policy in a checkpoint of save_model; one line and exit status 2 if the file is missing or is none."""
-    model = Policy(len(tok))
-    try:
-        saved = torch.load(path, weights_only=True, map_location="cpu")
-        if saved["words"] != list(tok):
-            raise ValueError("another tokenizer")
-        model.load_state_dict(saved["model"])
-    except OSError as error:
-        fail(f"--init {path}: cannot be read: {error.strerror}")
-    except Exception as error:          # torch.load and load_state_dict fail in many ways on a file that is none of ours
-        fail(f"--init {path}: not a model that --save has written ({type(error).__name__})")
-    return model
-
-
 COLUMNS = {     # heading of the progress table -> column of the history, width, decimals
-    "step": ("step", 4, 0), "reward": ("reward", 7, 2), "reads": ("reads", 6, 2), "first ok": ("first_edit_right", 9, 2),
-    "tokens": ("policy_tokens", 7, 1), "entropy": ("entropy", 8, 2), "clip": ("clip_frac", 6, 3),
-    "grad": ("grad_norm", 6, 2), "zero adv": ("zero_adv_frac", 9, 2), "held-out": ("eval_pass_rate", 9, 2)}
+    "step": ("step", 4, 0), "reward": ("reward", 7, 2), "reads": ("reads", 6, 2),
+    "first ok": ("first_edit_right", 9, 2), "tokens": ("policy_tokens", 7, 1), "entropy": ("entropy", 8, 2),
+    "clip": ("clip_frac", 6, 3), "grad": ("grad_norm", 6, 2), "zero adv": ("zero_adv_frac", 9, 2),
+    "held-out": ("eval_pass_rate", 9, 2)}
 
 
 def cell(value, width, decimals):
-    return " " * (width - 1) + "-" if value != value else f"{value:{width}.{decimals}f}"       # nan is a dash
+    return f"{'-':>{width}}" if math.isnan(value) else f"{value:{width}.{decimals}f}"
 
 
 def print_outcome(before, after, episodes):
-    """The final table: the base agent beside the trained one; then what held-out episodes look like."""
-    columns = ["pass_rate", "read_first", "first_edit_right", "reads", "tests", "edits", "turns", "policy_tokens",
-               "truncated"]
-    print(f"\n{'':22}" + "".join(f"{name.replace('_', ' '):>{len(name) + 2}}" for name in columns))
+    """The final table, the base agent above the trained one; then what held-out episodes look like."""
+    columns = ("pass_rate", "read_first", "first_edit_right", "reads", "tests", "edits", "turns",
+               "policy_tokens", "truncated")
+    print(f"\n{'':24}" + "".join(f"{name.replace('_', ' '):>{len(name) + 2}}" for name in columns))
     for name, stats in [*before.items(), *after.items()]:
-        print(f"{name:22}" + "".join(cell(stats[c], len(c) + 2, 2) for c in columns))
+        print(f"{name:24}" + "".join(cell(stats[column], len(column) + 2, 2) for column in columns))
     shapes = Counter(", ".join("edit OP" if call[:1] == ["edit"] else " ".join(call) for call in e["calls"])
                      for e in episodes)
     print(f"\nthe most common of the {len(episodes)} held-out episodes after training")
@@ -730,18 +738,19 @@ def print_outcome(before, after, episodes):
 def main():
     parser = one_line_parser(__doc__)
     add_config_flags(parser)
-    parser.add_argument("--variant", metavar="NAME", help="a preset of variants.py; flags given beside it override it")
+    parser.add_argument("--variant", metavar="NAME", help="a preset of variants.py; other flags override it")
     parser.add_argument("--base", choices=("rl", "plain"), help="the starting policy (default rl)")
-    parser.add_argument("--init", metavar="FILE", help="start from a model that --save wrote, instead of a base agent")
+    parser.add_argument("--init", metavar="FILE", help="start from a model that --save wrote")
     parser.add_argument("--save", metavar="FILE", help="write the trained model")
-    parser.add_argument("--log", metavar="FILE", help="write the history as JSON lines, the configuration first")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads; two pay on an idle machine (default 1)")
+    parser.add_argument("--log", metavar="FILE", help="write configuration and history, a JSON object a line")
+    parser.add_argument("--threads", type=int, default=1, metavar="N",
+                        help="torch threads (default 1; two are faster on an idle machine, slower on a busy one)")
     parser.add_argument("--quiet", action="store_true", help="print the final tables only")
     parser.add_argument("--bench", action="store_true", help="measure the speed of training instead")
     args = parser.parse_args()
     preset = {}
     if args.variant is not None:
-        from variants import VARIANTS, describe                 # here: at the top of the file it would be a circle
+        from variants import VARIANTS, describe         # here: at the top of the file it would be a circle
         if args.variant not in VARIANTS:
             fail(f"--variant: unknown variant {args.variant!r}; known: {', '.join(VARIANTS)}")
         preset = VARIANTS[args.variant]
@@ -751,33 +760,32 @@ def main():
     if not 1 <= args.threads <= 64:
         fail(f"--threads: {args.threads} must be from 1 to 64")
     torch.set_num_threads(args.threads)
-    tok = build_tokenizer()
-    model = load_model(tok, args.init) if args.init else None
-    if args.save:
+    tok, model = build_tokenizer(), None
+    if args.init:
+        try:
+            model = load_policy(tok, args.init)
+        except OSError as error:
+            fail(f"--init {args.init}: cannot be read: {error.strerror}")
+        except ValueError as error:
+            fail(f"--init {args.init}: {error}")
+    if args.save:                                       # it can be written: better known now than at the end
         existed = os.path.exists(args.save)
         open_for_writing("--save", args.save, "a").close()
         if not existed:
             os.remove(args.save)
     log = open_for_writing("--log", args.log, "w") if args.log else None
-    say = (lambda *words: None) if args.quiet else (lambda *words: print(*words, flush=True))
-    if args.variant is not None:
-        say(describe(args.variant, given_fields(args)))
-    sys.exit(run(args, cfg, tok, model, log, say))
+    if args.variant is not None and not args.quiet:
+        print(describe(args.variant, given_fields(args)))
+    sys.exit(run(args, cfg, tok, model, log))
 
 
-def run(args, cfg, tok, model, log, say):
-    """Base agent, training, evaluation and tables, as main was told. Gives the exit status."""
-    started = time.perf_counter()
-    if model is None:
-        say(f"base agent ({args.base or 'rl'}), by imitation:")
-        make = make_base_agent if args.base == "plain" else make_rl_base
-        model = make(tok, cfg.seed, quiet=args.quiet)
-    if args.bench:
-        bench(model, tok, cfg)
-        return 0
-    sets = {"training tasks": TRAIN_TASKS, "held-out tasks": HELDOUT_TASKS}
-    before = {f"before, {name}": evaluate(model, tok, tasks, 16, cfg) for name, tasks in sets.items()}
-    status, rows, interrupted = 0, [], []
+def run(args, cfg, tok, model, log):
+    """Base agent, training, evaluation and tables, as the command line says. Gives the exit status."""
+    started, rows, status, interrupted = time.perf_counter(), [], 0, []
+
+    def say(text):
+        if not args.quiet:
+            print(text, flush=True)
 
     def write(line):
         nonlocal log, status
@@ -785,53 +793,62 @@ def run(args, cfg, tok, model, log, say):
             if log:
                 print(json.dumps(line), file=log, flush=True)
         except OSError as error:
-            say(f"--log {args.log}: {error.strerror}; going on without it, what it holds stays")
+            print(f"grpo.py: --log {args.log}: {error.strerror}; it keeps what it has", file=sys.stderr)
             log, status = None, 1
 
     def on_step(row):
         rows.append(row)
-        write({name: None if value != value else value for name, value in row.items()})
+        write({name: None if math.isnan(value) else value for name, value in row.items()})
         if row["step"] % 5 == 0 or row["step"] == cfg.steps - 1 or interrupted:
             say("".join(cell(row[name], width, digits) for name, width, digits in COLUMNS.values())
                 + f"{time.perf_counter() - started:9.1f}")
         return bool(interrupted)
 
-    def on_interrupt(*_):               # finish the step, so that the model is whole; a second Ctrl-C ends at once
+    def on_interrupt(*_):       # the step is finished first, so that the model is whole; a second Ctrl-C is not
         interrupted.append(True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    write({"config": {**asdict(cfg), "reward": None}, "variant": args.variant, "base": args.init or args.base or "rl",
-           "torch": torch.__version__, "threads": args.threads})
-    say(f"\ntraining, {cfg.steps} steps of {cfg.prompts_per_step} tasks x {cfg.group_size} attempts, seed {cfg.seed}:")
+    if model is None:
+        say(f"base agent ({args.base or 'rl'}), by imitation:")
+        model = (make_base_agent if args.base == "plain" else make_rl_base)(tok, cfg.seed, quiet=args.quiet)
+    if args.bench:
+        bench(model, tok, cfg)
+        return 0
+    sets = {"training tasks": TRAIN_TASKS, "held-out tasks": HELDOUT_TASKS}
+    before = {f"before, {name}": evaluate(model, tok, tasks, 16, cfg) for name, tasks in sets.items()}
+    write({"config": asdict(replace(cfg, reward=None)), "variant": args.variant, "torch": torch.__version__,
+           "base": args.init or args.base or "rl", "threads": args.threads})
+    say(f"\n{cfg.steps} steps of {cfg.prompts_per_step} tasks x {cfg.group_size} attempts, seed {cfg.seed}:")
     say("".join(f"{name:>{width}}" for name, (_, width, _) in COLUMNS.items()) + f"{'seconds':>9}")
     signal.signal(signal.SIGINT, on_interrupt)
     try:
         train_rl(model, tok, cfg, TRAIN_TASKS, HELDOUT_TASKS, on_step=on_step)
     except FloatingPointError as error:
-        print(f"grpo.py: stopped at {error}; the model is that of the step before", file=sys.stderr)
+        print(f"grpo.py: stopped at {error}; the model is the last good one", file=sys.stderr)
         status = 1
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if args.save:
         try:
-            save_model(model, tok, cfg, args.save)
-        except (OSError, RuntimeError) as error:        # torch reports a full disk as a RuntimeError
+            save_policy(model, tok, asdict(replace(cfg, reward=None)), args.save)
+        except (OSError, RuntimeError) as error:
             print(f"grpo.py: --save {args.save}: not written: {str(error).splitlines()[0]}", file=sys.stderr)
             status = 1
-    if interrupted or status:
-        last = f"reward {rows[-1]['reward']:.2f}, reads {rows[-1]['reads']:.2f}" if rows else "nothing finished"
-        say(f"stopped after {len(rows)} of {cfg.steps} steps: {last}"
-            + "".join(f"; {flag} {path} is written" for flag, path in (("--log", args.log), ("--save", args.save)) if path))
-        return 130 if interrupted else status
+    if interrupted:
+        last = f": reward {rows[-1]['reward']:.2f}, reads {rows[-1]['reads']:.2f}" if rows else ""
+        written = [f"{flag} {path}" for flag, path in (("--log", args.log), ("--save", args.save)) if path]
+        print(f"stopped after {len(rows)} of {cfg.steps} steps{last}"
+              + (f"; written: {', '.join(written)}" if written else ""))
+        return 130
     episodes = []
     after = {"after, training tasks": evaluate(model, tok, TRAIN_TASKS, 16, cfg),
              "after, held-out tasks": evaluate(model, tok, HELDOUT_TASKS, 16, cfg, keep=episodes)}
     print_outcome(before, after, episodes)
-    say(f"\n{time.perf_counter() - started:.1f} seconds in all, {args.threads} torch thread(s)")
+    say(f"\n{time.perf_counter() - started:.1f} seconds in all, torch threads: {args.threads}")
     return status
 
 
 def matrix_rate():
-    """Floating-point operations per second of a 1024 x 1024 float32 product, the best of several."""
+    """Floating-point operations a second of a 1024 x 1024 float32 product, the best of twenty."""
     a, b, best = torch.randn(1024, 1024), torch.randn(1024, 1024), math.inf
     for _ in range(20):
         started = time.perf_counter()
@@ -843,35 +860,34 @@ def matrix_rate():
 def bench(model, tok, cfg):
     """Trains without evaluation and prints where the time goes and how near to the machine's limit that is.
 
-    Useful work: 2 operations per parameter and token for a forward pass, 4 for a backward pass. A token is sampled
-    (2), gets its old log-probability (2) and is trained on (6); padding is not counted.
+    Useful work: 2 operations for each parameter and token forwards, 4 backwards. A token is sampled (2), gets an
+    old log-probability (2) and is trained on (6); padding is not counted.
     """
-    cfg = RLConfig(**{**asdict(cfg), "eval_every": 0})
-    rate = matrix_rate()
-    started = time.perf_counter()
-    history = train_rl(model, tok, cfg, TRAIN_TASKS)
+    rate, started = matrix_rate(), time.perf_counter()
+    history = train_rl(model, tok, replace(cfg, eval_every=0), TRAIN_TASKS)
     seconds = time.perf_counter() - started
     rate = max(rate, matrix_rate())
-    phases = {"sampling": sum(row["sec_sample"] for row in history), "old log-probs": sum(row["sec_old"] for row in history)}
-    phases["update"] = sum(row["sec_update"] for row in history) - phases["old log-probs"]
+
+    def total(column):
+        return sum(row[column] for row in history)
+    phases = {"sampling": total("sec_sample"), "old log-probs": total("sec_old"),
+              "update": total("sec_update") - total("sec_old")}
     phases["the rest"] = seconds - sum(phases.values())
-    print(f"\n{cfg.steps} steps in {seconds:.2f} s, {torch.get_num_threads()} torch thread(s)")
+    print(f"\n{cfg.steps} steps in {seconds:.2f} s, torch threads: {torch.get_num_threads()}")
     for name, part in phases.items():
-        print(f"  {name:14} {part:6.2f} s {part / seconds:6.1%}")
-    episodes, tokens = sum(row["episodes"] for row in history), sum(row["tokens"] for row in history)
+        print(f"  {name:14}{part:7.2f} s{part / seconds:7.1%}")
     policy_tokens = sum(row["episodes"] * row["policy_tokens"] for row in history)
-    print(f"  per second: {episodes / seconds:.0f} episodes, {policy_tokens / seconds:.0f} policy tokens, "
-          f"{tokens / seconds:.0f} tokens")
-    parameters = sum(p.numel() for p in model.parameters())
-    work = parameters * (2 * tokens + 8 * cfg.epochs * sum(row["tokens_trained"] for row in history))
-    print(f"  useful work {work / seconds / 1e9:.1f} GFLOP/s, {work / seconds / rate:.2f} of the {rate / 1e9:.0f} "
-          f"GFLOP/s of a 1024 x 1024 product")
+    print(f"  a second: {total('episodes') / seconds:.0f} episodes, {policy_tokens / seconds:.0f} policy tokens, "
+          f"{total('tokens') / seconds:.0f} tokens")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    work = parameters * (2 * total("tokens") + (2 + 6 * cfg.epochs) * total("tokens_trained")) / seconds
+    print(f"  useful work {work / 1e9:.1f} GFLOP/s, {work / rate:.2f} of the matrix product's {rate / 1e9:.0f}")
     try:
         import resource
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 20 if sys.platform == "darwin" else 2 ** 10)
-        print(f"  peak memory {peak:.0f} MB")
+        unit = 2 ** 20 if sys.platform == "darwin" else 2 ** 10
+        print(f"  peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit:.0f} MB")
     except ImportError:
-        print("  peak memory: not known on this system")
+        print("  peak memory: this system does not say")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """All tests, plain unittest:  python test_all.py            or a part:  python test_all.py TestLosses
 
-What they compare with is worked out apart from the code: by hand, by enumeration, by a second implementation here, or by
-public trainers (the numbers below are theirs).
+What they compare with is worked out apart from the code: by hand, by enumeration, by a second
+implementation here, or by public trainers (the numbers below are theirs).
 """
 import contextlib
 import copy
@@ -30,7 +30,8 @@ import env
 import grpo
 import variants
 from agent import build_tokenizer, collate, decode, encode, rollout_batch, token_logps
-from env import FIX_OP, FUNCTION_NAMES, HELDOUT_TASKS, OPS, TASKS, TRAIN_TASKS, BugFixEnv, EditBudgetEnv, apply_op
+from env import (FIX_OP, FUNCTION_NAMES, HELDOUT_TASKS, OPS, TASKS, TRAIN_TASKS, BugFixEnv, EditBudgetEnv,
+                 apply_op)
 from grpo import RLConfig, aggregate_loss, group_advantages, kl_penalty, train_rl
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -58,7 +59,8 @@ def generator(seed=0):
 
 
 def some_episodes(n_tasks=4, group_size=4, seed=0, model=None, cfg=None):
-    return grpo.sample_groups(model or rl_base(), TOK, TRAIN_TASKS[:n_tasks], group_size, cfg or RLConfig(), generator(seed))
+    return grpo.sample_groups(model or rl_base(), TOK, TRAIN_TASKS[:n_tasks], group_size, cfg or RLConfig(),
+                              generator(seed))
 
 
 def run_main(module, *flags):
@@ -131,13 +133,16 @@ class TestGym(unittest.TestCase):
         # sources that hold, where it is right, what another op would rewrite
         def broken_by(task):
             fixed = apply_op(task["source"], FIX_OP[task["name"]])
-            return [op for op in OPS if op != FIX_OP[task["name"]] and apply_op(task["source"], op) != task["source"]
+            return [op for op in OPS if op != FIX_OP[task["name"]]
+                    and apply_op(task["source"], op) != task["source"]
                     and not env.run_tests(apply_op(fixed, op), task["hidden"])]
         self.assertEqual(len([t for t in TASKS if broken_by(t)]), 16)
         self.assertEqual(len([t for t in HELDOUT_TASKS if broken_by(t)]), 5)
         # and no order of preference among the five tell-tale words answers all tasks
-        words = {"or_to_and": "or", "and_to_or": "and", "div_to_mod": "//", "mod_to_div": "%", "widen": "range"}
-        answered = max(sum(FIX_OP[t["name"]] == next(op for op in order if words[op] in env.source_words(t["source"]))
+        words = {"or_to_and": "or", "and_to_or": "and", "div_to_mod": "//", "mod_to_div": "%",
+                 "widen": "range"}
+        answered = max(sum(FIX_OP[t["name"]] == next(op for op in order
+                                                     if words[op] in env.source_words(t["source"]))
                            for t in TASKS) for order in itertools.permutations(OPS))
         self.assertLess(answered, 27)
 
@@ -147,13 +152,15 @@ class TestGym(unittest.TestCase):
         known = {word for task in TRAIN_TASKS for word in env.source_words(task["source"])}
         for task in HELDOUT_TASKS:
             self.assertLessEqual(set(env.source_words(task["source"])) - {task["name"]}, known)
-            twins = [t["name"] for t in TRAIN_TASKS if shape(t) == shape(task) and t["family"] == task["family"]]
+            twins = [t["name"] for t in TRAIN_TASKS
+                     if shape(t) == shape(task) and t["family"] == task["family"]]
             self.assertEqual(twins, [], task["name"])
 
     def test_visible_tests_are_weaker_than_hidden_ones(self):
         for task in TASKS:
             fixed = apply_op(task["source"], FIX_OP[task["name"]])
-            self.assertTrue(env.run_tests(fixed, task["visible"]) and env.run_tests(fixed, task["hidden"]), task["name"])
+            self.assertTrue(env.run_tests(fixed, task["visible"]) and env.run_tests(fixed, task["hidden"]),
+                            task["name"])
             self.assertFalse(env.run_tests(task["source"], task["hidden"]), task["name"])
         fooled = [t["name"] for t in TASKS if env.run_tests(t["source"], t["visible"])]
         self.assertGreaterEqual(len(fooled), 3)
@@ -179,7 +186,8 @@ class TestGym(unittest.TestCase):
                 seen.add(name)
                 self.assertEqual(renamed["name"], task["name"])
                 self.assertEqual(renamed["source"], task["source"].replace(task["name"] + "(", name + "("))
-                self.assertEqual([w for w in renamed["issue"] if w != name], [w for w in task["issue"] if w != task["name"]])
+                self.assertEqual([w for w in renamed["issue"] if w != name],
+                                 [w for w in task["issue"] if w != task["name"]])
                 encode(TOK, renamed["issue"] + env.source_words(renamed["source"]))
                 fixed = apply_op(renamed["source"], FIX_OP[renamed["name"]])
                 self.assertTrue(env.run_tests(fixed, renamed["hidden"]))
@@ -201,7 +209,8 @@ class TestGym(unittest.TestCase):
         e.reset()
         for call in ([], ["edit"], ["edit", "foo"], ["read", "read"], ["<call>"]):
             self.assertEqual(e.step(call), (["malformed"], False))
-        self.assertEqual(e.step(["edit", "or_to_and"]), (["ok", "truncated"], True))      # repaired, and not submitted
+        # repaired, and not submitted
+        self.assertEqual(e.step(["edit", "or_to_and"]), (["ok", "truncated"], True))
         self.assertTrue(e.truncated and not e.passed)
         b = EditBudgetEnv(TASKS[1], max_edits=1)
         b.reset()
@@ -213,7 +222,8 @@ class TestGym(unittest.TestCase):
     def test_demonstrations(self):
         rng = random.Random(0)
         for task in TASKS:
-            self.assertEqual(env.oracle_play(task, rng), [["read"], ["edit", FIX_OP[task["name"]]], ["test"], ["submit"]])
+            self.assertEqual(env.oracle_play(task, rng),
+                             [["read"], ["edit", FIX_OP[task["name"]]], ["test"], ["submit"]])
             for _ in range(20):
                 blind = env.blind_play(task, rng)
                 self.assertTrue(all(call[0] == "edit" for call in blind[:-1]) and blind[-1] == ["submit"])
@@ -224,8 +234,8 @@ class TestGym(unittest.TestCase):
             apply_op("def f(): return 1", "foo")
         with self.assertRaisesRegex(ValueError, "foo"):
             env.blind_pass_rate(["foo"], TASKS)
-        for flags, culprit in ((["--task", "nosuch"], "nosuch"), (["--ops", "foo"], "foo"), (["--bogus"], "bogus"),
-                               (["--ops"] + ["widen"] * 5, "at most 4")):
+        for flags, culprit in ((["--task", "nosuch"], "nosuch"), (["--ops", "foo"], "foo"),
+                               (["--bogus"], "bogus"), (["--ops"] + ["widen"] * 5, "at most 4")):
             status, out, err = run_main(env, *flags)
             self.assertEqual((status, out, err.count("\n")), (2, "", 1), flags)
             self.assertIn(culprit, err)
@@ -264,7 +274,8 @@ class TestAgent(unittest.TestCase):
                 self.assertEqual(logps[row][~batch["mask"][row]].abs().max(), 0)
 
     def test_log_probabilities_against_a_plain_forward_pass(self):
-        # a second implementation: one episode at a time, no packing, a loop over heads, torch's own layer norm and gelu
+        # a second implementation: one episode at a time, no packing, a loop over heads, torch's own layer
+        # norm and gelu
         model, episode = rl_base(), some_episodes(1, 1)[0]
         ids = torch.tensor(episode["ids"])
         x = model.words.weight[ids]
@@ -280,7 +291,8 @@ class TestAgent(unittest.TestCase):
             x = x + block.out(torch.cat(outs, -1))
             x = x + block.down(torch.nn.functional.gelu(block.up(block.norm2(x))))
         logp = (model.norm(x) @ model.words.weight.T / 0.5).log_softmax(-1)
-        expected = torch.cat((torch.zeros(1), logp[:-1].gather(1, ids[1:, None])[:, 0])) * torch.tensor(episode["mask"])
+        expected = (torch.cat((torch.zeros(1), logp[:-1].gather(1, ids[1:, None])[:, 0]))
+                    * torch.tensor(episode["mask"]))
         got, entropy = token_logps(model, collate([episode]), 0.5, with_entropy=True)
         self.assertLess((got[0] - expected).abs().max(), 1e-4)
         at = torch.tensor(episode["mask"]).nonzero()[:, 0] - 1
@@ -295,7 +307,8 @@ class TestAgent(unittest.TestCase):
             i = 5
             for call in episode["calls"]:
                 n = 0
-                while i + n < len(ids) and mask[i + n] and n < 4 and (n == 0 or ids[i + n - 1] != TOK["<end>"]):
+                while (i + n < len(ids) and mask[i + n] and n < 4
+                       and (n == 0 or ids[i + n - 1] != TOK["<end>"])):
                     n += 1
                 spoken = decode(TOK, ids[i:i + n])
                 self.assertIn(call, (spoken, spoken[1:-1]))
@@ -369,7 +382,8 @@ class TestAgent(unittest.TestCase):
         self.assertTrue(all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters())))
         demo = agent.demonstrate(TOK, TASKS[0], "oracle", random.Random(0))
         spoken = [w for w, m in zip(decode(TOK, demo["ids"]), demo["mask"]) if m]
-        self.assertEqual(" ".join(spoken), "<call> read <end> <call> edit or_to_and <end> <call> test <end> <call> submit <end>")
+        self.assertEqual(" ".join(spoken), "<call> read <end> <call> edit or_to_and <end> "
+                                           "<call> test <end> <call> submit <end>")
 
     def test_trouble_in_a_readers_environment_is_reported_by_name(self):
         class Broken(BugFixEnv):
@@ -389,37 +403,58 @@ class TestAgent(unittest.TestCase):
 # --------------------------------------------------------------------------------------------------
 # grpo.py: the mathematics
 # --------------------------------------------------------------------------------------------------
-# Two cases with the values that public trainers gave for them (float64; what stands outside the mask is rubbish on
-# purpose). Whose value each is stands at its end. In the second case one row has no token: its gmpo and luspo values
-# are left out, those trainers count such a row.
+# Two cases with the values that public trainers gave for them (float64; what stands outside the mask is
+# rubbish on purpose). Whose value each is stands at its end. In the second case one row has no token: its
+# gmpo and luspo values are left out, those trainers count such a row.
 CLIP_HIGHER = dict(
-    logp=[[-3.526094092, -0.5782725966, -2.526248022, -1.90325495, -5.100698934, -4.380393525, -4.66336261, -5.254671144],
-         [-2.836298917, -1.635714241, -0.409768533, -3.096607071, -2.786316621, -3.877950103, -2.834314144, -1.951071485],
-         [-4.101071845, -0.5031605747, -3.26609328, -0.8816645916, -2.994039669, -3.331929934, -5.148289896, -5.784341722],
-         [-1.756551942, -0.6243613222, -5.598303202, -5.367352425, -4.586455, -4.539541117, -4.933659838, -4.369284608],
-         [-2.698070001, -1.255100822, -2.950170753, -0.9553138807, -1.778432659, -3.151504824, -1.484032092, -5.326700936],
-         [-1.63249168, -0.637286865, -2.780747417, -2.508937153, -2.240695513, -7.245588261, -4.467420318, -3.541825224],
-         [-3.325340846, -1.299315732, -2.30664234, -4.625739658, -5.654557613, -5.211403549, -5.236977661, -5.045399198],
-         [-0.5744218466, -2.271498428, -1.583685101, -2.813246473, -3.717048573, -1.352048242, -2.608144951, -2.343012835]],
-    old_logp=[[-3.690242663, -0.4076608496, -2.855004707, -2.181045999, -4.899301066, -5.619606475, -5.33663739, -4.745328856],
-         [-2.791117182, -1.869049821, -0.3483630719, -2.752005468, -2.498888509, -3.251942342, -2.951357803, -1.485528981],
-         [-3.78558408, -0.8081973406, -3.051736711, -0.4756998627, -2.995960344, -2.84703836, -4.851710104, -4.215658278],
-         [-1.714489468, -0.5575644031, -4.401696798, -4.632647575, -5.413545, -5.460458883, -5.066340162, -5.630715392],
-         [-2.231903866, -1.328063112, -2.919186445, -1.444594141, -1.498013975, -3.414266356, -1.57015783, -4.673299064],
-         [-1.622467555, -0.08851809935, -2.968326098, -2.51907363, -2.064693487, -2.754411739, -5.532579682, -6.458174776],
-         [-3.689415043, -1.076287381, -2.173211239, -5.374260342, -4.345442387, -4.788596451, -4.763022339, -4.954600802],
-         [-0.8959258872, -2.066666886, -1.655671503, -3.013939405, -3.736409115, -2.105835851, -2.571197969, -2.314853135]],
+    logp=[[-3.526094092, -0.5782725966, -2.526248022, -1.90325495,
+           -5.100698934, -4.380393525, -4.66336261, -5.254671144],
+          [-2.836298917, -1.635714241, -0.409768533, -3.096607071,
+           -2.786316621, -3.877950103, -2.834314144, -1.951071485],
+          [-4.101071845, -0.5031605747, -3.26609328, -0.8816645916,
+           -2.994039669, -3.331929934, -5.148289896, -5.784341722],
+          [-1.756551942, -0.6243613222, -5.598303202, -5.367352425,
+           -4.586455, -4.539541117, -4.933659838, -4.369284608],
+          [-2.698070001, -1.255100822, -2.950170753, -0.9553138807,
+           -1.778432659, -3.151504824, -1.484032092, -5.326700936],
+          [-1.63249168, -0.637286865, -2.780747417, -2.508937153,
+           -2.240695513, -7.245588261, -4.467420318, -3.541825224],
+          [-3.325340846, -1.299315732, -2.30664234, -4.625739658,
+           -5.654557613, -5.211403549, -5.236977661, -5.045399198],
+          [-0.5744218466, -2.271498428, -1.583685101, -2.813246473,
+           -3.717048573, -1.352048242, -2.608144951, -2.343012835]],
+    old_logp=[[-3.690242663, -0.4076608496, -2.855004707, -2.181045999,
+               -4.899301066, -5.619606475, -5.33663739, -4.745328856],
+              [-2.791117182, -1.869049821, -0.3483630719, -2.752005468,
+               -2.498888509, -3.251942342, -2.951357803, -1.485528981],
+              [-3.78558408, -0.8081973406, -3.051736711, -0.4756998627,
+               -2.995960344, -2.84703836, -4.851710104, -4.215658278],
+              [-1.714489468, -0.5575644031, -4.401696798, -4.632647575,
+               -5.413545, -5.460458883, -5.066340162, -5.630715392],
+              [-2.231903866, -1.328063112, -2.919186445, -1.444594141,
+               -1.498013975, -3.414266356, -1.57015783, -4.673299064],
+              [-1.622467555, -0.08851809935, -2.968326098, -2.51907363,
+               -2.064693487, -2.754411739, -5.532579682, -6.458174776],
+              [-3.689415043, -1.076287381, -2.173211239, -5.374260342,
+               -4.345442387, -4.788596451, -4.763022339, -4.954600802],
+              [-0.8959258872, -2.066666886, -1.655671503, -3.013939405,
+               -3.736409115, -2.105835851, -2.571197969, -2.314853135]],
     lengths=[4, 8, 6, 2, 7, 5, 3, 8],
-    adv=[0.8660239038, -0.8660239038, -0.8660239038, 0.8660239038, -0.499999, -0.499999, -0.499999, 1.499997],
+    adv=[0.8660239038, -0.8660239038, -0.8660239038, 0.8660239038,
+         -0.499999, -0.499999, -0.499999, 1.499997],
     eps=(0.2, 0.28),
-    expected={   # loss, then of its gradient: the sum, the sum weighted by 1, 2, 3 ..., the sum of magnitudes
+    # loss, then of its gradient: the sum, the sum weighted by 1, 2, 3 ..., the sum of magnitudes
+    expected={
         "ppo/token_mean": (0.0131372217, 0.01330657175, -5.300326676, 0.5943240918),   # trl_dapo
-        "ppo/seq_mean_token_mean": (-0.03313977775, -0.01474604162, -2.200321998, 0.5841236947),   # verl_vanilla[seq-mean-token-mean]
-        "ppo/seq_mean_token_sum": (0.07061256662, 0.07152282302, -28.48925589, 3.194491994),   # verl_vanilla[seq-mean-token-sum]
+        "ppo/seq_mean_token_mean": (-0.03313977775, -0.01474604162, -2.200321998,
+                                    0.5841236947),   # verl_vanilla[seq-mean-token-mean]
+        "ppo/seq_mean_token_sum": (0.07061256662, 0.07152282302, -28.48925589,
+                                   3.194491994),   # verl_vanilla[seq-mean-token-sum]
         "ppo/constant": (0.004413285414, 0.004470176449, -1.780578493, 0.1996557496),   # trl_dr_grpo
         "gspo": (-0.08097803258, -0.08097803256, -5.222212285, 0.8057425324),   # verl_gspo
         "cispo": (-0.1052941974, 0.005420444446, -8.190171974, 0.8681595233),   # verl_cispo
-        "cispo/no_lower": (-0.04075853123, -0.01917034595, -8.709222144, 0.8435687329),   # verl_cispo[no_lower]
+        "cispo/no_lower": (-0.04075853123, -0.01917034595, -8.709222144,
+                           0.8435687329),   # verl_cispo[no_lower]
         "gmpo": (-0.06466265431, -0.1134513889, -4.679347876, 0.7032207347),   # verl_gmpo[0.4]
         "sapo": (-0.1144522351, -0.06957961354, -4.795066987, 0.8054033483),   # verl_sapo
         "dppo": (0.01271223196, -0.06753883363, -11.01990237, 0.8670967931),   # verl_dppo_tv
@@ -428,25 +463,37 @@ CLIP_HIGHER = dict(
     })
 
 MASKED_ROW = dict(
-    logp=[[-1.157906001, -3.941893563, -0.9789933002, -0.001, -0.2638269451, -2.604684973, -0.6100364592, -0.3619389608],
-         [-4.952275094, -4.966834815, -6.26221401, -4.15222387, -5.204834789, -3.7629458, -6.020137386, -3.31518194],
-         [-0.4488730373, -2.808023583, -3.770722344, -2.244454894, -2.046622283, -0.5009018874, -6.601397543, -4.402385132],
-         [-0.3428140486, -0.2075946768, -3.540569893, -2.082866902, -6.105501394, -4.906088077, -4.408126067, -5.128212696]],
-    old_logp=[[-1.005104302, -3.37668659, -1.394858871, -0.3515340352, -0.194066569, -2.452660822, -0.4390581084, -0.464813039],
-         [-5.047724906, -5.033165185, -3.73778599, -5.84777613, -4.795165211, -6.2370542, -3.979862614, -6.68481806],
-         [-0.4943578644, -3.256352827, -3.907127977, -2.305404097, -2.040941981, -0.8616243837, -3.398602457, -5.597614868],
-         [-0.7959864334, -0.2562057386, -3.698980073, -1.680267028, -3.894498606, -5.093911923, -5.591873933, -4.871787304]],
+    logp=[[-1.157906001, -3.941893563, -0.9789933002, -0.001,
+           -0.2638269451, -2.604684973, -0.6100364592, -0.3619389608],
+          [-4.952275094, -4.966834815, -6.26221401, -4.15222387,
+           -5.204834789, -3.7629458, -6.020137386, -3.31518194],
+          [-0.4488730373, -2.808023583, -3.770722344, -2.244454894,
+           -2.046622283, -0.5009018874, -6.601397543, -4.402385132],
+          [-0.3428140486, -0.2075946768, -3.540569893, -2.082866902,
+           -6.105501394, -4.906088077, -4.408126067, -5.128212696]],
+    old_logp=[[-1.005104302, -3.37668659, -1.394858871, -0.3515340352,
+               -0.194066569, -2.452660822, -0.4390581084, -0.464813039],
+              [-5.047724906, -5.033165185, -3.73778599, -5.84777613,
+               -4.795165211, -6.2370542, -3.979862614, -6.68481806],
+              [-0.4943578644, -3.256352827, -3.907127977, -2.305404097,
+               -2.040941981, -0.8616243837, -3.398602457, -5.597614868],
+              [-0.7959864334, -0.2562057386, -3.698980073, -1.680267028,
+               -3.894498606, -5.093911923, -5.591873933, -4.871787304]],
     lengths=[8, 0, 6, 4],
     adv=[0.7071057812, -0.7071057812, -0.7071057812, 0.7071057812],
     eps=(0.2, 0.2),
-    expected={   # loss, then of its gradient: the sum, the sum weighted by 1, 2, 3 ..., the sum of magnitudes
+    # loss, then of its gradient: the sum, the sum weighted by 1, 2, 3 ..., the sum of magnitudes
+    expected={
         "ppo/token_mean": (-0.1732187235, -0.03179756724, 1.461988261, 0.6014044321),   # trl_dapo
-        "ppo/seq_mean_token_mean": (-0.1792169198, -0.03779576383, 0.1978282007, 0.6074026278),   # verl_vanilla[seq-mean-token-mean]
-        "ppo/seq_mean_token_sum": (-1.039312341, -0.1907854034, 8.771929565, 3.608426593),   # verl_vanilla[seq-mean-token-sum]
+        "ppo/seq_mean_token_mean": (-0.1792169198, -0.03779576383, 0.1978282007,
+                                    0.6074026278),   # verl_vanilla[seq-mean-token-mean]
+        "ppo/seq_mean_token_sum": (-1.039312341, -0.1907854034, 8.771929565,
+                                   3.608426593),   # verl_vanilla[seq-mean-token-sum]
         "ppo/constant": (-0.04871776597, -0.008943065782, 0.4111841984, 0.1691449965),   # trl_dr_grpo
         "gspo": (-0.1994714535, -0.1994714535, -2.218958658, 0.7606750079),   # verl_gspo
         "cispo": (0.07790490744, -0.2110582081, -0.6703999687, 0.7335200152),   # verl_cispo
-        "cispo/no_lower": (0.03126363711, -0.1967912524, -0.5076365043, 0.7192530594),   # verl_cispo[no_lower]
+        "cispo/no_lower": (0.03126363711, -0.1967912524, -0.5076365043,
+                           0.7192530594),   # verl_cispo[no_lower]
         "sapo": (-0.4750382488, -0.2105320785, -2.337027574, 0.7635646986),   # verl_sapo
         "dppo": (-0.01775442533, -0.09133909931, 1.283363665, 0.6609459642),   # verl_dppo_tv
         "pg/token_mean": (0.1679190692, -0.2357019271, -0.9820913628, 0.7071057812),   # verl_gpg
@@ -480,8 +527,8 @@ class TestLosses(unittest.TestCase):
             lo, hi = case["eps"]
             for name, expected in case["expected"].items():
                 kind, _, option = name.partition("/")
-                agg = {"gspo": "seq_mean_token_mean", "gmpo": "seq_mean_token_mean", "sapo": "seq_mean_token_mean",
-                       "luspo": "seq_mean_token_sum"}.get(kind, "token_mean")
+                agg = {"gspo": "seq_mean_token_mean", "gmpo": "seq_mean_token_mean",
+                       "sapo": "seq_mean_token_mean", "luspo": "seq_mean_token_sum"}.get(kind, "token_mean")
                 agg, low, high = option if kind in ("ppo", "pg") else agg, lo, hi
                 if option == "no_lower":
                     low = 1.0
@@ -492,12 +539,14 @@ class TestLosses(unittest.TestCase):
                 k = torch.arange(1, g.numel() + 1, dtype=torch.float64)
                 got = (loss, g.sum(), (g.flatten() * k).sum(), g.abs().sum())
                 for a, b in zip(got, expected):
-                    self.assertAlmostEqual(a.item(), b, delta=max(1e-6 * abs(b), 2e-7 * (1 if b in expected[:2] else 30)),
-                                           msg=name)
+                    self.assertAlmostEqual(
+                        a.item(), b, delta=max(1e-6 * abs(b), 2e-7 * (1 if b in expected[:2] else 30)),
+                        msg=name)
                 self.assertEqual(g[~mask].abs().sum(), 0, name)
 
     def test_ppo_clips_at_both_signs_on_the_right_side(self):
-        # r = e^0.5 and e^-0.5 with A = +1 and -1: only r too high with A > 0 and r too low with A < 0 are clipped
+        # r = e^0.5 and e^-0.5 with A = +1 and -1: only r too high with A > 0 and r too low with A < 0 are
+        # clipped
         for sign, log_r, value, slope in ((1, 0.5, -1.2, 0), (1, -0.5, -math.exp(-0.5), -math.exp(-0.5)),
                                           (-1, 0.5, math.exp(0.5), math.exp(0.5)), (-1, -0.5, 0.8, 0)):
             logp, old = torch.tensor([[-1.0 + log_r]]), torch.tensor([[-1.0]])
@@ -514,7 +563,8 @@ class TestLosses(unittest.TestCase):
         old, logp = torch.tensor([[-26.0, -0.1]]), torch.tensor([[-0.1, -60.0]])
         for name, function in LOSSES.items():
             for sign in (1.0, -1.0):
-                loss, g = gradient(lambda x: function(x, old, torch.tensor([sign]), torch.ones(1, 2))[0], logp)
+                loss, g = gradient(
+                    lambda x: function(x, old, torch.tensor([sign]), torch.ones(1, 2))[0], logp)
                 self.assertTrue(torch.isfinite(loss) and torch.isfinite(g).all(), name)
         r = grpo.ppo_policy_loss(logp, old, torch.tensor([-1.0]), torch.ones(1, 2))[1]["ratio_max"]
         self.assertAlmostEqual(r.item() / math.exp(20), 1, places=4)
@@ -530,7 +580,8 @@ class TestLosses(unittest.TestCase):
                 self.assertAlmostEqual(aggregate_loss(nan, m, mode, 5).item(), expected, places=6)
             self.assertEqual(aggregate_loss(x, mask * 0, mode, 5).item(), 0)
             wide = torch.nn.functional.pad(x, (0, 4), value=7.0), torch.nn.functional.pad(mask, (0, 4))
-            self.assertAlmostEqual(aggregate_loss(*wide, mode, 5).item(), expected, places=6)     # width plays no part
+            # width plays no part
+            self.assertAlmostEqual(aggregate_loss(*wide, mode, 5).item(), expected, places=6)
         for mode, constant in (("mean", None), ("constant", None)):
             with self.assertRaisesRegex(ValueError, "agg"):
                 aggregate_loss(x, mask, mode, constant)
@@ -546,22 +597,27 @@ class TestLosses(unittest.TestCase):
             "ppo": torch.maximum(-r * A, -r.clip(0.8, 1.2) * A),
             "gspo": torch.maximum(-s * A, -s.clip(0.8, 1.2) * A) + 0 * r,
             "cispo": -r.clip(0.8, 1.2) * A * logp,
-            "sapo": torch.where(A > 0, -4 * torch.sigmoid(r - 1) * A, -4 / 1.05 * torch.sigmoid(1.05 * (r - 1)) * A),
+            "sapo": torch.where(A > 0, -4 * torch.sigmoid(r - 1) * A,
+                                -4 / 1.05 * torch.sigmoid(1.05 * (r - 1)) * A),
             "dppo": -r * A * logp * torch.where(A > 0, p - q <= 0.2, p - q >= -0.2),
             "pg": -A * logp}
         for name, expected in per_token.items():
             for agg in grpo.CHOICES["agg"]:
                 got = LOSSES[name](logp, old, adv, mask, 0.2, 0.2, agg, 3.0)[0]
-                self.assertAlmostEqual(got.item(), aggregate_loss(expected, mask, agg, 3.0).item(), places=10, msg=name)
-                self.assertEqual(LOSSES[name](logp, old, adv, mask & False, 0.2, 0.2, agg, 3.0)[0].item(), 0)
+                self.assertAlmostEqual(got.item(), aggregate_loss(expected, mask, agg, 3.0).item(),
+                                       places=10, msg=name)
+                self.assertEqual(LOSSES[name](logp, old, adv, mask & False, 0.2, 0.2, agg, 3.0)[0].item(),
+                                 0)
 
     def test_gradients_at_ratio_one(self):
-        # d loss / d logp = -A times the aggregation's weight, for each loss, its own scale set out: gspo's and gmpo's
-        # weight is 1/(rows * n_i) by their definition; sapo's gate has slope 4 / tau * tau / 4 = 1
+        # d loss / d logp = -A times the aggregation's weight, for each loss, its own scale set out: gspo's
+        # and gmpo's weight is 1/(rows * n_i) by their definition; sapo's gate has slope 4 / tau * tau / 4 =
+        # 1
         logp, _, adv, mask = random_case(seed=4)
         mask_, mask = mask, mask.double()
         n, rows = mask.sum(1, keepdim=True), mask_.any(1).sum()
-        weight = {"token_mean": mask / mask.sum(), "seq_mean_token_mean": mask / (rows * n), "seq_mean_token_sum": mask / rows}
+        weight = {"token_mean": mask / mask.sum(), "seq_mean_token_mean": mask / (rows * n),
+                  "seq_mean_token_sum": mask / rows}
         for name, function in LOSSES.items():
             for agg in weight:
                 _, g = gradient(lambda x: function(x, logp, adv, mask, agg=agg)[0], logp)
@@ -569,22 +625,27 @@ class TestLosses(unittest.TestCase):
                 if name == "gmpo":
                     w = weight["seq_mean_token_mean"]
                 expected = -adv[:, None] * w
-                if name == "gspo":          # s is a mean over the row: the row's weight, spread evenly over its tokens
+                if name == "gspo":
+                    # s is a mean over the row: the row's weight, spread evenly over its tokens
                     expected = (expected * mask).sum(1, keepdim=True) / n * mask
                 self.assertLess((g - expected).abs().max(), 1e-12, (name, agg))
 
     def test_identities(self):
         logp, old, adv, _ = random_case(6, 1, seed=5)
         one = torch.ones(6, 1)
-        for a, b in zip(gradient(lambda x: grpo.gspo_policy_loss(x, old, adv, one, agg="token_mean")[0], logp),
-                        gradient(lambda x: grpo.ppo_policy_loss(x, old, adv, one)[0], logp)):
+        for a, b in zip(
+                gradient(lambda x: grpo.gspo_policy_loss(x, old, adv, one, agg="token_mean")[0], logp),
+                gradient(lambda x: grpo.ppo_policy_loss(x, old, adv, one)[0], logp)):
             self.assertLess((a - b).abs().max(), 1e-12)         # one token an episode: GSPO is PPO
         logp, old, adv, mask = random_case(6, 9, seed=6)
         n = mask.sum(1)
-        _, luspo = gradient(lambda x: grpo.gspo_policy_loss(x, old, adv, mask, agg="seq_mean_token_sum")[0], logp)
-        _, gspo = gradient(lambda x: grpo.gspo_policy_loss(x, old, adv, mask, agg="seq_mean_token_mean")[0], logp)
-        self.assertLess((luspo - gspo * n[:, None]).abs().max(), 1e-12)         # LUSPO: GSPO times the length
-        # a sequence's ratio is the geometric mean: shifting every log-ratio by 0.1 multiplies it by e^0.1, at any length
+        _, luspo = gradient(
+            lambda x: grpo.gspo_policy_loss(x, old, adv, mask, agg="seq_mean_token_sum")[0], logp)
+        _, gspo = gradient(
+            lambda x: grpo.gspo_policy_loss(x, old, adv, mask, agg="seq_mean_token_mean")[0], logp)
+        self.assertLess((luspo - gspo * n[:, None]).abs().max(), 1e-12)     # LUSPO: GSPO times the length
+        # a sequence's ratio is the geometric mean: shifting every log-ratio by 0.1 multiplies it by e^0.1,
+        # at any length
         stats = grpo.gspo_policy_loss(old + 0.1, old, adv, mask)[1]
         self.assertAlmostEqual(stats["ratio_min"].item(), math.exp(0.1), places=9)
         self.assertAlmostEqual(stats["ratio_max"].item(), math.exp(0.1), places=9)
@@ -597,8 +658,8 @@ class TestLosses(unittest.TestCase):
         self.assertGreater(clipped.sum(), 30)
         self.assertTrue((cispo[mask] != 0).all())
         for loss in (grpo.ppo_policy_loss, grpo.cispo_policy_loss):
-            self.assertAlmostEqual(loss(logp, old, adv, mask)[1]["clip_frac"].item(), (clipped.sum() / mask.sum()).item(),
-                                   places=6)
+            self.assertAlmostEqual(loss(logp, old, adv, mask)[1]["clip_frac"].item(),
+                                   (clipped.sum() / mask.sum()).item(), places=6)
         self.assertLess((cispo[clipped].abs() - adv[:, None].expand_as(logp)[clipped].abs()
                          * (logp - old).exp().clip(0.8, 1.2)[clipped] / mask.sum()).abs().max(), 1e-12)
 
@@ -620,7 +681,8 @@ class TestLosses(unittest.TestCase):
             self.assertEqual((g != 0)[0].tolist(), kept)
             self.assertAlmostEqual(g[0, 2].item(), -sign * 5 / 4, places=9)
         far = torch.log(torch.tensor([[0.01]], dtype=torch.float64))
-        _, g = gradient(lambda x: grpo.dppo_policy_loss(x, far - 4, torch.tensor([1.0]), torch.ones(1, 1))[0], far)
+        _, g = gradient(
+            lambda x: grpo.dppo_policy_loss(x, far - 4, torch.tensor([1.0]), torch.ones(1, 1))[0], far)
         self.assertAlmostEqual(g.item(), -20, places=6)         # the ratio, e^4, is cut to 20
 
     def test_no_gradient_reaches_a_weight_that_should_be_constant(self):
@@ -639,11 +701,13 @@ class TestAdvantages(unittest.TestCase):
             return group_advantages(R, 4, *args, **kwargs).tolist()
         sd = math.sqrt(1 / 3)       # of 1, 1, 0, 0, unbiased
         for got, expected in (
-                (adv("group_mean", "group_std"), [1.5, -0.5, -0.5, -0.5, 0.5 / sd, 0.5 / sd, -0.5 / sd, -0.5 / sd]),
+                (adv("group_mean", "group_std"),
+                 [1.5, -0.5, -0.5, -0.5, 0.5 / sd, 0.5 / sd, -0.5 / sd, -0.5 / sd]),
                 (adv("group_mean", "none"), [0.75, -0.25, -0.25, -0.25, 0.5, 0.5, -0.5, -0.5]),
                 (adv("leave_one_out", "none"), [1, -1 / 3, -1 / 3, -1 / 3, 2 / 3, 2 / 3, -2 / 3, -2 / 3]),
                 (adv("group_mean", "group_mean"), [3, -1, -1, -1, 1, 1, -1, -1]),
-                (adv("group_mean", "batch_std"), [x / math.sqrt(15 / 56) for x in [.75, -.25, -.25, -.25, .5, .5, -.5, -.5]]),
+                (adv("group_mean", "batch_std"),
+                 [x / math.sqrt(15 / 56) for x in [.75, -.25, -.25, -.25, .5, .5, -.5, -.5]]),
                 (adv("length_weighted", "none", torch.tensor([1, 2, 3, 4, 1, 1, 4, 4])),
                  [0.9, -0.1, -0.1, -0.1, 0.8, 0.8, -0.2, -0.2])):
             for a, b in zip(got, expected):
@@ -664,7 +728,8 @@ class TestAdvantages(unittest.TestCase):
     def test_leave_one_out_is_a_multiple_of_the_mean_baseline(self):
         R = torch.rand(24, generator=generator(2), dtype=torch.float64)
         for G in (2, 3, 8):
-            ratio = group_advantages(R, G, "leave_one_out", "none") / group_advantages(R, G, "group_mean", "none")
+            ratio = (group_advantages(R, G, "leave_one_out", "none")
+                     / group_advantages(R, G, "group_mean", "none"))
             self.assertTrue(torch.allclose(ratio, torch.full_like(ratio, G / (G - 1))))
 
     def test_properties(self):
@@ -677,7 +742,8 @@ class TestAdvantages(unittest.TestCase):
 
     def test_refused(self):
         for args, word in (((torch.ones(3), 1), "group_size"), ((torch.ones(7), 2), "group_size"),
-                           ((torch.ones(4), 2, "mean"), "baseline"), ((torch.ones(4), 2, "group_mean", "std"), "scale"),
+                           ((torch.ones(4), 2, "mean"), "baseline"),
+                           ((torch.ones(4), 2, "group_mean", "std"), "scale"),
                            ((torch.ones(4), 2, "length_weighted"), "lengths"),
                            ((-torch.ones(4), 2, "group_mean", "group_mean"), "at least 0")):
             with self.assertRaisesRegex(ValueError, word):
@@ -687,13 +753,14 @@ class TestAdvantages(unittest.TestCase):
         turns = torch.tensor([1.0, 4, 5, 6, 7, 9])
         self.assertEqual(grpo.overlong_penalty(turns, 6, 2).tolist(), [0, 0, -0.5, -1, -1, -1])
         self.assertEqual(grpo.overlong_penalty(turns, 6, 0).tolist(), [0] * 6)
-        tokens = torch.tensor([50, 80, 81, 85, 90, 99, 100, 110, 120])          # max 100, buffer 20; TRL's values
+        tokens = torch.tensor([50, 80, 81, 85, 90, 99, 100, 110, 120])    # max 100, buffer 20; TRL's values
         expected = torch.tensor([0, 0, -0.05, -0.25, -0.5, -0.95, -1, -1, -1])
         self.assertTrue(torch.allclose(grpo.overlong_penalty(tokens, 100, 20), expected))
 
 
 class TestKL(unittest.TestCase):
-    p, q = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64), torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    p, q = (torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64),
+            torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64))
 
     def test_expectations_by_enumeration(self):
         kl = (self.p * (self.p / self.q).log()).sum()
@@ -701,7 +768,8 @@ class TestKL(unittest.TestCase):
             estimate = (self.p * kl_penalty(self.p.log(), self.q.log(), kind)).sum()
             self.assertAlmostEqual(estimate.item(), kl.item(), places=12)
         k2 = (self.p * kl_penalty(self.p.log(), self.q.log(), "k2")).sum()
-        self.assertAlmostEqual(k2.item(), (self.p * (self.p / self.q).log() ** 2).sum().item() / 2, places=12)
+        self.assertAlmostEqual(k2.item(), (self.p * (self.p / self.q).log() ** 2).sum().item() / 2,
+                               places=12)
         self.assertLess(kl_penalty(self.p.log(), self.q.log(), "k1").min(), 0)
         for kind in ("k2", "k3"):
             self.assertGreaterEqual(kl_penalty(self.p.log(), self.q.log(), kind).min(), 0)
@@ -710,8 +778,10 @@ class TestKL(unittest.TestCase):
         logits = self.p.log().clone().requires_grad_()
         logp = logits.log_softmax(-1)
         true, = torch.autograd.grad((logp.exp() * (logp - self.q.log())).sum(), logits)
-        for kind, expected in (("k1", torch.zeros(3, dtype=torch.float64)), ("k2", true), ("k3", self.p - self.q)):
-            logp = logits.log_softmax(-1)       # tokens sampled by p: p is a constant weight, the loss is what varies
+        for kind, expected in (("k1", torch.zeros(3, dtype=torch.float64)), ("k2", true),
+                               ("k3", self.p - self.q)):
+            # tokens sampled by p: p is a constant weight, the loss is what varies
+            logp = logits.log_softmax(-1)
             g, = torch.autograd.grad((self.p * kl_penalty(logp, self.q.log(), kind)).sum(), logits)
             self.assertLess((g - expected).abs().max(), 1e-12, kind)
 
@@ -737,7 +807,8 @@ class TestUpdate(unittest.TestCase):
             total, tokens, rows = 0.0, sum(sum(e["mask"]) for e in episodes), len(episodes)
             for episode, a in zip(episodes, adv):
                 logps = token_logps(model, collate([episode]))
-                total = total - a * logps.sum() / (tokens if agg == "token_mean" else rows * sum(episode["mask"]))
+                total = total - a * logps.sum() / (
+                    tokens if agg == "token_mean" else rows * sum(episode["mask"]))
             expected = torch.autograd.grad(total, list(model.parameters()))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             stats = grpo.rl_update(model, optimizer, episodes, cfg, generator())
@@ -761,14 +832,16 @@ class TestUpdate(unittest.TestCase):
         self.assertGreater(silent.sum(), 0)
         self.assertTrue(torch.equal(silent, mask & (((A > 0) & (r > 1.2)) | ((A < 0) & (r < 0.8)))))
         two = RLConfig(minibatches=2)
-        stats = grpo.rl_update(rl_base(), torch.optim.Adam(model.parameters(), lr=0.0), episodes, two, generator())
+        stats = grpo.rl_update(rl_base(), torch.optim.Adam(model.parameters(), lr=0.0), episodes, two,
+                               generator())
         self.assertEqual(stats["clip_frac"], 0)
 
     def unchanged_by(self, episodes, cfg, ref_model=None):
         model = rl_base()
         before = copy.deepcopy(model.state_dict())
         optimizer = torch.optim.Adam(model.parameters(), lr=1.0)
-        grpo.rl_update(model, optimizer, some_episodes(4, 8, seed=9), RLConfig(lr=1.0), generator())     # has momentum now
+        # has momentum now
+        grpo.rl_update(model, optimizer, some_episodes(4, 8, seed=9), RLConfig(lr=1.0), generator())
         model.load_state_dict(before)
         stats = grpo.rl_update(model, optimizer, episodes, cfg, generator(), ref_model)
         for name, tensor in model.state_dict().items():
@@ -784,7 +857,8 @@ class TestUpdate(unittest.TestCase):
         for i, episode in enumerate(episodes):
             episode["reward"] = float(i)
             episode["env"].truncated = True
-        self.unchanged_by(episodes, RLConfig(group_size=4, mask_truncated=True))    # all truncated and masked: 0 / 0
+        # all truncated and masked: 0 / 0
+        self.unchanged_by(episodes, RLConfig(group_size=4, mask_truncated=True))
         self.unchanged_by([], RLConfig())
 
     def test_masked_truncated_episodes_have_no_part_in_the_gradient(self):
@@ -818,19 +892,22 @@ class TestUpdate(unittest.TestCase):
                 l = token_logps(ref, batch) - logp
             l = token_logps(ref, batch).detach() - logp
             value = {"k1": -l, "k2": l ** 2 / 2, "k3": l.exp() - 1 - l}[kind]
-            expected = torch.autograd.grad(0.5 * (value * batch["mask"]).sum() / batch["mask"].sum(), list(model.parameters()))
+            expected = torch.autograd.grad(0.5 * (value * batch["mask"]).sum() / batch["mask"].sum(),
+                                           list(model.parameters()))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             stats = grpo.rl_update(model, optimizer, episodes, cfg, generator(), ref)
             for p, g in zip(model.parameters(), expected):
                 self.assertLess((p.grad - g).abs().max(), 1e-4 * max(1, g.abs().max()))
-            self.assertAlmostEqual(stats["kl_ref"], ((value * batch["mask"]).sum() / batch["mask"].sum()).item(), places=3)
+            self.assertAlmostEqual(stats["kl_ref"],
+                                   ((value * batch["mask"]).sum() / batch["mask"].sum()).item(), places=3)
 
     def test_temperature_is_the_trainers_too(self):
         cfg = RLConfig(temperature=0.6, minibatches=1, max_grad_norm=1e9)
         model, episodes = rl_base(), some_episodes(3, 8, cfg=RLConfig(temperature=0.6))
         batch, adv = collate(episodes), grpo.compute_advantages(episodes, RLConfig())
-        expected = torch.autograd.grad(-(adv[:, None] * token_logps(model, batch, 0.6)).sum() / batch["mask"].sum(),
-                                       list(model.parameters()))
+        expected = torch.autograd.grad(
+            -(adv[:, None] * token_logps(model, batch, 0.6)).sum() / batch["mask"].sum(),
+            list(model.parameters()))
         grpo.rl_update(model, torch.optim.SGD(model.parameters(), lr=0.0), episodes, cfg, generator())
         for p, g in zip(model.parameters(), expected):
             self.assertLess((p.grad - g).abs().max(), 1e-5)
@@ -842,8 +919,8 @@ class TestUpdate(unittest.TestCase):
             episode["reward"] = float(i % 2)
         episodes[0]["reward"] = 1e38 * 10
         with self.assertRaisesRegex(FloatingPointError, "learning rate"):
-            grpo.rl_update(model, torch.optim.Adam(model.parameters()), episodes, RLConfig(group_size=4, minibatches=1),
-                           generator())
+            grpo.rl_update(model, torch.optim.Adam(model.parameters()), episodes,
+                           RLConfig(group_size=4, minibatches=1), generator())
         for name, tensor in model.state_dict().items():
             self.assertTrue(torch.equal(tensor, before[name]))
 
@@ -851,15 +928,17 @@ class TestUpdate(unittest.TestCase):
 class TestSampling(unittest.TestCase):
     def test_groups_are_consecutive(self):
         episodes = some_episodes(3, 4)
-        self.assertEqual([e["env"].task["name"] for e in episodes], [t["name"] for t in TRAIN_TASKS[:3] for _ in range(4)])
-        self.assertGreater(len({e["env"].task["issue"][2] for e in episodes}), 6)        # renamed one by one
+        self.assertEqual([e["env"].task["name"] for e in episodes],
+                         [t["name"] for t in TRAIN_TASKS[:3] for _ in range(4)])
+        self.assertGreater(len({e["env"].task["issue"][2] for e in episodes}), 6)       # renamed one by one
         plain = some_episodes(3, 4, cfg=RLConfig(rename=False, max_edits=None))
         self.assertEqual({type(e["env"]) for e in plain}, {BugFixEnv})
         self.assertEqual({e["env"].task["issue"][2] for e in plain}, {t["name"] for t in TRAIN_TASKS[:3]})
 
     def step(self, rewards, **fields):
         """sample_step with a reward given by the task: kept and sampled."""
-        cfg = RLConfig(prompts_per_step=4, group_size=4, max_turns=1, reward=lambda env: rewards(env.task["name"]), **fields)
+        cfg = RLConfig(prompts_per_step=4, group_size=4, max_turns=1,
+                       reward=lambda env: rewards(env.task["name"]), **fields)
         return grpo.sample_step(fresh_policy(), TOK, cfg, TRAIN_TASKS, generator())
 
     def test_dynamic_sampling(self):
@@ -869,8 +948,8 @@ class TestSampling(unittest.TestCase):
         kept, sampled = self.step(lambda name: 1.0, dynamic_sampling=True, max_sample_rounds=3)
         self.assertEqual((len(kept), len(sampled)), (0, 48))                     # stops at its cap
         good = {t["name"] for t in TRAIN_TASKS[:9]}
-        kept, sampled = self.step(lambda name: dice.random() if name in good else 1.0, dynamic_sampling=True,
-                                  max_sample_rounds=5)
+        kept, sampled = self.step(lambda name: dice.random() if name in good else 1.0,
+                                  dynamic_sampling=True, max_sample_rounds=5)
         self.assertEqual(len(kept), 16)
         self.assertEqual({e["env"].task["name"] for e in kept} - good, set())
         for i in range(0, 16, 4):
@@ -883,8 +962,8 @@ class TestSampling(unittest.TestCase):
         self.assertEqual(len({e["env"].task["name"] for e in sampled}), 4)        # distinct tasks
 
     def test_nothing_kept_is_a_step_without_an_update(self):
-        cfg = RLConfig(steps=2, prompts_per_step=2, group_size=2, dynamic_sampling=True, max_sample_rounds=2, max_turns=1,
-                       reward=lambda env: 1.0)
+        cfg = RLConfig(steps=2, prompts_per_step=2, group_size=2, dynamic_sampling=True,
+                       max_sample_rounds=2, max_turns=1, reward=lambda env: 1.0)
         model, before = fresh_policy(), fresh_policy().state_dict()
         history = train_rl(model, TOK, cfg, TRAIN_TASKS)
         self.assertEqual([row["episodes"] for row in history], [8, 8])
@@ -897,15 +976,17 @@ class TestSampling(unittest.TestCase):
         def episode(calls, edits, task="leap", passed=False, truncated=False):
             e = BugFixEnv(dict(TASKS[FUNCTION_NAMES.index(task)]))
             e.edits, e.passed, e.truncated, e.turns = edits, passed, truncated, len(calls)
-            return {"calls": [c.split() for c in calls], "mask": [1] * (3 * len(calls)), "env": e, "reward": float(passed)}
+            return {"calls": [c.split() for c in calls], "mask": [1] * (3 * len(calls)), "env": e,
+                    "reward": float(passed)}
         stats = grpo.behavior_stats([
             episode(["read", "edit or_to_and", "test", "submit"], ["or_to_and"], passed=True),
             episode(["edit widen", "read", "submit"], ["widen"]),
             episode(["read", "read", "edit widen", "edit or_to_and"], ["widen"], truncated=True),
             episode(["submit"], [])])
-        expected = dict(pass_rate=.25, reward=.25, reads=1, tests=.25, edits=.75, turns=3, policy_tokens=9, truncated=.25,
-                        first_edit_right=1 / 3, read_first=.5, read_then_right=.5, turns_pass=4, turns_fail=8 / 3, reads_pass=1,
-                        reads_fail=1, policy_tokens_pass=12, policy_tokens_fail=8)
+        expected = dict(
+            pass_rate=.25, reward=.25, reads=1, tests=.25, edits=.75, turns=3, policy_tokens=9,
+            truncated=.25, first_edit_right=1 / 3, read_first=.5, read_then_right=.5, turns_pass=4,
+            turns_fail=8 / 3, reads_pass=1, reads_fail=1, policy_tokens_pass=12, policy_tokens_fail=8)
         self.assertEqual(set(stats), set(expected))
         for name, value in expected.items():
             self.assertAlmostEqual(stats[name], value, msg=name)
@@ -921,8 +1002,9 @@ class TestSampling(unittest.TestCase):
 
 
 class TestLoop(unittest.TestCase):
-    HISTORY = ("pass_rate reward reads tests edits first_edit_right turns policy_tokens truncated episodes zero_adv_frac "
-               "clip_frac approx_kl ratio_min ratio_max entropy grad_norm kl_ref eval_pass_rate sec_sample sec_update").split()
+    HISTORY = ("pass_rate reward reads tests edits first_edit_right turns policy_tokens truncated episodes "
+               "zero_adv_frac clip_frac approx_kl ratio_min ratio_max entropy grad_norm kl_ref "
+               "eval_pass_rate sec_sample sec_update").split()
 
     def test_it_learns_to_read(self):
         model, cfg = rl_base(), RLConfig(steps=40, eval_every=0)
@@ -935,7 +1017,8 @@ class TestLoop(unittest.TestCase):
         self.assertGreater(after["pass_rate"], 0.6)
         self.assertGreater(held_out["pass_rate"], 0.4)            # twice the blind ceiling of 0.20
         self.assertLess(history[-1]["entropy"], history[0]["entropy"])
-        self.assertGreater(sum(row["zero_adv_frac"] for row in history[-10:]), sum(row["zero_adv_frac"] for row in history[:10]))
+        self.assertGreater(sum(row["zero_adv_frac"] for row in history[-10:]),
+                           sum(row["zero_adv_frac"] for row in history[:10]))
 
     def test_history_columns(self):
         cfg = RLConfig(steps=3, prompts_per_step=2, group_size=2, kl_coef=0.1, eval_every=2, eval_samples=1)
@@ -945,9 +1028,10 @@ class TestLoop(unittest.TestCase):
         self.assertEqual(history, rows)
         self.assertEqual(set(self.HISTORY) - set(history[0]), set())
         self.assertEqual([math.isnan(row["eval_pass_rate"]) for row in history], [False, True, False])
-        self.assertAlmostEqual(history[0]["kl_ref"], 0, delta=1e-3)      # the reference is the starting model
+        self.assertAlmostEqual(history[0]["kl_ref"], 0, delta=1e-3)    # the reference is the starting model
         self.assertTrue(all(p.requires_grad for p in model.parameters()))
-        self.assertEqual(len(train_rl(rl_base(), TOK, cfg, TRAIN_TASKS, on_step=lambda row: row["step"] == 0)), 1)
+        self.assertEqual(
+            len(train_rl(rl_base(), TOK, cfg, TRAIN_TASKS, on_step=lambda row: row["step"] == 0)), 1)
         self.assertTrue(math.isnan(train_rl(rl_base(), TOK, RLConfig(steps=1), TRAIN_TASKS)[0]["kl_ref"]))
         self.assertEqual(train_rl(rl_base(), TOK, RLConfig(steps=0), TRAIN_TASKS), [])
 
@@ -957,8 +1041,8 @@ class TestLoop(unittest.TestCase):
                    "history = train_rl(model, tok, RLConfig(steps=3, seed=%d), TRAIN_TASKS)\n"
                    "print([{k: v for k, v in row.items() if not k.startswith('sec')} for row in history])\n"
                    "print(float(sum(p.double().sum() for p in model.parameters())))")
-        runs = [subprocess.Popen([sys.executable, "-c", program % seed], stdout=subprocess.PIPE, text=True, cwd=HERE)
-                for seed in (1, 1, 2)]
+        runs = [subprocess.Popen([sys.executable, "-c", program % seed], stdout=subprocess.PIPE, text=True,
+                                 cwd=HERE) for seed in (1, 1, 2)]
         outputs = [run.communicate()[0] for run in runs]
         self.assertTrue(outputs[0].strip())
         self.assertEqual(outputs[0], outputs[1])
@@ -974,25 +1058,29 @@ class TestLoop(unittest.TestCase):
         for fields in itertools.chain(
                 ({"ratio_level": level, "agg": agg, "agg_constant": 20.0}
                  for level in grpo.CHOICES["ratio_level"] for agg in grpo.CHOICES["agg"]),
-                ({"baseline": b, "scale": s} for b in grpo.CHOICES["baseline"] for s in grpo.CHOICES["scale"])):
+                ({"baseline": b, "scale": s}
+                 for b in grpo.CHOICES["baseline"] for s in grpo.CHOICES["scale"])):
             cfg = RLConfig(steps=1, prompts_per_step=3, group_size=4, **fields)
             row = train_rl(rl_base(), TOK, cfg, TRAIN_TASKS)[0]
             self.assertGreater(row["grad_norm"], 0, fields)
 
     def test_configs_that_make_no_sense_are_refused_by_name(self):
-        bad = dict(steps=-1, prompts_per_step=21, group_size=1, minibatches=0, epochs=0, lr=0.0, max_grad_norm=-1.0,
-                   temperature=0.0, baseline="mean", scale="std", ratio_level="ppo", eps_low=-0.1, eps_high=math.nan,
-                   agg="mean", kl_coef=-1.0, kl_kind="k4", dynamic_sampling="yes", max_sample_rounds=0, filter_zero_adv=1,
-                   overlong_buffer=7, mask_truncated=None, rename="no", max_edits=-1, max_turns=0, reward=3, eval_every=-1,
+        bad = dict(steps=-1, prompts_per_step=21, group_size=1, minibatches=0, epochs=0, lr=0.0,
+                   max_grad_norm=-1.0, temperature=0.0, baseline="mean", scale="std", ratio_level="ppo",
+                   eps_low=-0.1, eps_high=math.nan, agg="mean", kl_coef=-1.0, kl_kind="k4",
+                   dynamic_sampling="yes", max_sample_rounds=0, filter_zero_adv=1, overlong_buffer=7,
+                   mask_truncated=None, rename="no", max_edits=-1, max_turns=0, reward=3, eval_every=-1,
                    eval_samples=0, seed=-1, agg_constant=0.0)
         fields = {field.name for field in grpo.fields(RLConfig)}
         self.assertEqual(set(bad), fields)
         for name, value in bad.items():
             with self.assertRaisesRegex(ValueError, f"^{name}: ", msg=name):
                 train_rl(fresh_policy(), TOK, RLConfig(**{name: value}), TRAIN_TASKS)
-        for fields, name in ((dict(agg="constant"), "agg_constant"), (dict(scale="group_mean", overlong_buffer=2), "overlong"),
-                             (dict(dynamic_sampling=True, filter_zero_adv=True), "filter_zero_adv"), (dict(eps_low=1.5), "eps_low"),
-                             (dict(steps=2.5), "steps"), (dict(group_size=True), "group_size"), (dict(minibatches=65), "minibatches")):
+        for fields, name in ((dict(agg="constant"), "agg_constant"),
+                             (dict(scale="group_mean", overlong_buffer=2), "overlong"),
+                             (dict(dynamic_sampling=True, filter_zero_adv=True), "filter_zero_adv"),
+                             (dict(eps_low=1.5), "eps_low"), (dict(steps=2.5), "steps"),
+                             (dict(group_size=True), "group_size"), (dict(minibatches=65), "minibatches")):
             with self.assertRaisesRegex(ValueError, f"^{name}"):
                 grpo.check_config(RLConfig(**fields), 20)
         for name in variants.VARIANTS:
@@ -1024,29 +1112,42 @@ class TestCommandLine(unittest.TestCase):
         with open(self.path("text.pt"), "w") as file:
             file.write("hello\n")
         for module, flags, culprit in (
-                (grpo, ["--group_size", "1"], "group_size: 1"), (grpo, ["--minibatches", "0"], "minibatches: 0"),
-                (grpo, ["--temperature", "0"], "temperature: 0"), (grpo, ["--prompts_per_step", "21"], "at most 20"),
-                (grpo, ["--agg", "mean"], "token_mean"), (grpo, ["--max_edits", "-1"], "max_edits: -1"),
-                (grpo, ["--agg", "constant"], "agg_constant"), (grpo, ["--lr", "fast"], "'fast' is not a number"),
-                (grpo, ["--lr", "nan"], "lr: nan"), (grpo, ["--lr", "inf"], "lr: inf"), (grpo, ["--steps", "1.5"], "whole number"),
+                (grpo, ["--group_size", "1"], "group_size: 1"),
+                (grpo, ["--minibatches", "0"], "minibatches: 0"),
+                (grpo, ["--temperature", "0"], "temperature: 0"),
+                (grpo, ["--prompts_per_step", "21"], "at most 20"), (grpo, ["--agg", "mean"], "token_mean"),
+                (grpo, ["--max_edits", "-1"], "max_edits: -1"),
+                (grpo, ["--agg", "constant"], "agg_constant"),
+                (grpo, ["--lr", "fast"], "'fast' is not a number"), (grpo, ["--lr", "nan"], "lr: nan"),
+                (grpo, ["--lr", "inf"], "lr: inf"), (grpo, ["--steps", "1.5"], "whole number"),
                 (grpo, ["--rename", "maybe"], "true or false"), (grpo, ["--max_edits", "few"], "or none"),
-                (grpo, ["--seed", "-1"], "seed: -1"), (grpo, ["--steps"], "steps"), (grpo, ["--nosuch", "1"], "nosuch"),
-                (grpo, ["--base", "good"], "'rl'"), (grpo, ["--variant", "nosuch"], "dr_grpo"),
-                (grpo, ["--init", self.path("nosuch.pt")], "nosuch.pt"), (grpo, ["--init", foreign], "foreign.pt"),
-                (grpo, ["--init", broken], "broken.pt"), (grpo, ["--init", self.path("text.pt")], "text.pt"),
-                (grpo, ["--init", self.dir], "cannot be read"), (grpo, ["--init", self.model, "--base", "rl"], "--base"),
-                (grpo, ["--log", self.path("no/such/run.jsonl")], "run.jsonl"), (grpo, ["--save", self.dir], "cannot be written"),
-                (grpo, ["--threads", "0"], "--threads"), (grpo, ["--threads", "two"], "two"),
+                (grpo, ["--seed", "-1"], "seed: -1"), (grpo, ["--steps"], "steps"),
+                (grpo, ["--nosuch", "1"], "nosuch"), (grpo, ["--base", "good"], "'rl'"),
+                (grpo, ["--variant", "nosuch"], "dr_grpo"),
+                (grpo, ["--init", self.path("nosuch.pt")], "nosuch.pt"),
+                (grpo, ["--init", foreign], "foreign.pt"), (grpo, ["--init", broken], "broken.pt"),
+                (grpo, ["--init", self.path("text.pt")], "text.pt"),
+                (grpo, ["--init", self.dir], "cannot be read"),
+                (grpo, ["--init", self.model, "--base", "rl"], "--base"),
+                (grpo, ["--log", self.path("no/such/run.jsonl")], "run.jsonl"),
+                (grpo, ["--save", self.dir], "cannot be written"), (grpo, ["--threads", "0"], "--threads"),
+                (grpo, ["--threads", "two"], "two"),
                 (grpo, ["--variant", "dapo", "--filter_zero_adv", "true"], "filter_zero_adv"),
                 (grpo, ["--variant", "maxrl", "--overlong_buffer", "2"], "overlong_buffer"),
-                (variants, ["--run", "gspo,nosuch"], "'nosuch'"), (variants, ["--run", "--steps", "-1"], "steps: -1"),
-                (variants, ["--run", "--seeds", "0"], "seeds"), (variants, ["--run", "--seeds", "a"], "list"),
-                (variants, ["--translate", "nosuch"], "'trl'"), (variants, ["--run", "--translate", "trl"], "--translate"),
+                (variants, ["--run", "gspo,nosuch"], "'nosuch'"),
+                (variants, ["--run", "--steps", "-1"], "steps: -1"),
+                (variants, ["--run", "--seeds", "0"], "seeds"),
+                (variants, ["--run", "--seeds", "a"], "list"),
+                (variants, ["--translate", "nosuch"], "'trl'"),
+                (variants, ["--run", "--translate", "trl"], "--translate"),
                 (variants, ["--run", "--jobs", "0"], "--jobs"),
-                (ablate, ["nosuch"], "settings"), (ablate, ["arms", "--seeds", "1,1"], "1,1"), (ablate, ["--seeds", "0"], "seeds"),
-                (ablate, ["--jobs", "0"], "--jobs"), (ablate, ["--seed", "3"], "--seeds"), (ablate, ["--lr", "0"], "lr: 0"),
-                (ablate, ["--plot", self.path("nosuch")], "no such folder"), (ablate, ["--out", self.dir], "cannot be written"),
-                (ablate, ["--out", self.path("text.pt")], "line 1"), (ablate, ["--steps", "x"], "whole number"),
+                (ablate, ["nosuch"], "settings"), (ablate, ["arms", "--seeds", "1,1"], "1,1"),
+                (ablate, ["--seeds", "0"], "seeds"), (ablate, ["--jobs", "0"], "--jobs"),
+                (ablate, ["--seed", "3"], "--seeds"), (ablate, ["--lr", "0"], "lr: 0"),
+                (ablate, ["--plot", self.path("nosuch")], "no such folder"),
+                (ablate, ["--out", self.dir], "cannot be written"),
+                (ablate, ["--out", self.path("text.pt")], "line 1"),
+                (ablate, ["--steps", "x"], "whole number"),
                 (ablate, ["--arms", "nosuch"], "seq_mean_token_mean"), (agent, ["--seeds", "x"], "x")):
             status, out, err = run_main(module, *flags)
             self.assertEqual((status, out, err.count("\n")), (2, "", 1), (flags, out, err))
@@ -1055,11 +1156,14 @@ class TestCommandLine(unittest.TestCase):
 
     def test_a_run_with_log_save_and_init(self):
         log, saved = self.path("run.jsonl"), self.path("saved.pt")
-        status, out, err = run_main(grpo, "--init", self.model, "--log", log, "--save", saved, *SMALL, "--kl_coef", "0.1")
+        status, out, err = run_main(grpo, "--init", self.model, "--log", log, "--save", saved, *SMALL,
+                                    "--kl_coef", "0.1")
         self.assertEqual((status, err), (0, ""))
-        self.assertRegex(out, r"(?s)step +reward +reads.*before, training tasks.*after, held-out tasks.*most common")
+        self.assertRegex(out, r"(?s)step +reward +reads.*before, training tasks.*"
+                              r"after, held-out tasks.*most common")
         with open(log) as file:
-            lines = [json.loads(line, parse_constant=self.fail) for line in file]         # no NaN, which is no JSON
+            # no NaN, which is no JSON
+            lines = [json.loads(line, parse_constant=self.fail) for line in file]
         self.assertEqual(lines[0]["config"]["kl_coef"], 0.1)
         self.assertEqual([line["step"] for line in lines[1:]], [0, 1])
         model = grpo.load_model(TOK, saved)
@@ -1070,16 +1174,18 @@ class TestCommandLine(unittest.TestCase):
         self.assertIn("after, held-out tasks", out)
 
     def test_variant_flag(self):
-        status, out, _ = run_main(grpo, "--init", self.model, "--variant", "dr_grpo", "--lr", "5e-4", *SMALL)
+        status, out, _ = run_main(grpo, "--init", self.model, "--variant", "dr_grpo", "--lr", "5e-4",
+                                  *SMALL)
         self.assertEqual(status, 0)
-        for line in ("scale = none  (GRPO: group_std)", "agg = constant", "agg_constant = 24.0", "kl_coef = 0.0  (GRPO: 0.04)",
-                     "lr = 0.0005  (by flag; the preset has 0.001)"):
+        for line in ("scale = none  (GRPO: group_std)", "agg = constant", "agg_constant = 24.0",
+                     "kl_coef = 0.0  (GRPO: 0.04)", "lr = 0.0005  (by flag; the preset has 0.001)"):
             self.assertIn(line, out)
 
     def test_interrupt_finishes_the_step_and_keeps_log_and_model(self):
         log, saved = self.path("stopped.jsonl"), self.path("stopped.pt")
-        run = subprocess.Popen([sys.executable, "grpo.py", "--init", self.model, "--log", log, "--save", saved, "--steps", "5000",
-                                "--eval_every", "0"], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        run = subprocess.Popen([sys.executable, "grpo.py", "--init", self.model, "--log", log,
+                                "--save", saved, "--steps", "5000", "--eval_every", "0"],
+                               cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(600):
             time.sleep(0.1)
             if os.path.exists(log) and os.path.getsize(log) > 3000:
@@ -1102,8 +1208,8 @@ class TestCommandLine(unittest.TestCase):
 
     def test_not_finite_stops_with_the_last_good_model(self):
         saved = self.path("nan.pt")
-        status, out, err = run_main(grpo, "--init", self.model, "--save", saved, "--lr", "1e30", "--steps", "9",
-                                    "--prompts_per_step", "4", "--eval_every", "0")
+        status, out, err = run_main(grpo, "--init", self.model, "--save", saved, "--lr", "1e30",
+                                    "--steps", "9", "--prompts_per_step", "4", "--eval_every", "0")
         self.assertEqual(status, 1)
         self.assertRegex(err, r"stopped at step \d+: .*learning rate")
         model = grpo.load_model(TOK, saved)
@@ -1112,21 +1218,23 @@ class TestCommandLine(unittest.TestCase):
     def test_bench(self):
         status, out, _ = run_main(grpo, "--init", self.model, "--bench", "--steps", "2")
         self.assertEqual(status, 0)
-        for words in ("sampling", "old log-probs", "update", "the rest", "policy tokens", "GFLOP/s", "peak memory", "1 torch thread"):
+        for words in ("sampling", "old log-probs", "update", "the rest", "policy tokens", "GFLOP/s",
+                      "peak memory", "1 torch thread"):
             self.assertIn(words, out)
 
     def test_elsewhere_optimised_and_with_warnings_as_errors(self):
         variables = {**os.environ, "PYTHONWARNINGS": "error"}
         for flags, status in (([*SMALL, "--init", self.model], 0), (["--group_size", "1"], 2)):
-            run = subprocess.run([sys.executable, "-O", os.path.join(HERE, "grpo.py"), *flags], cwd=self.dir, env=variables,
-                                 capture_output=True, text=True)
+            run = subprocess.run([sys.executable, "-O", os.path.join(HERE, "grpo.py"), *flags],
+                                 cwd=self.dir, env=variables, capture_output=True, text=True)
             self.assertEqual((run.returncode, run.stderr.count("\n")), (status, status // 2), run.stderr)
         self.assertNotIn("__pycache__", os.listdir(self.dir))
 
     def test_importing_does_nothing(self):
         program = ("import torch; n = torch.get_num_threads(); s = torch.get_rng_state(); import ablate; "
                    "print(n == torch.get_num_threads() and bool((s == torch.get_rng_state()).all()))")
-        self.assertEqual(subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True).stdout, "True\n")
+        self.assertEqual(subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True,
+                                        text=True).stdout, "True\n")
 
 
 class TestVariants(unittest.TestCase):
@@ -1140,10 +1248,12 @@ class TestVariants(unittest.TestCase):
             "dapo": dict(eps_high=0.28, agg="token_mean", dynamic_sampling=True, overlong_buffer=2),
             "rloo": dict(baseline="leave_one_out", scale="none", minibatches=1, agg="seq_mean_token_sum"),
             "gspo": dict(ratio_level="sequence", eps_low=3e-4, eps_high=4e-4),
-            "cispo": dict(ratio_level="cispo", agg="token_mean"), "gmpo": dict(ratio_level="gmpo", eps_low=0.4, eps_high=0.4),
+            "cispo": dict(ratio_level="cispo", agg="token_mean"),
+            "gmpo": dict(ratio_level="gmpo", eps_low=0.4, eps_high=0.4),
             "sapo": dict(ratio_level="sapo"),
             "luspo": dict(ratio_level="sequence", eps_low=2e-3, eps_high=2.5e-3, agg="seq_mean_token_sum"),
-            "lite_ppo": dict(scale="batch_std", agg="token_mean"), "gpg": dict(ratio_level="none", scale="none", agg="token_mean"),
+            "lite_ppo": dict(scale="batch_std", agg="token_mean"),
+            "gpg": dict(ratio_level="none", scale="none", agg="token_mean"),
             "opo": dict(baseline="length_weighted", scale="none", ratio_level="none", minibatches=1),
             "maxrl": dict(scale="group_mean", ratio_level="none", agg="token_mean"),
             "dppo": dict(ratio_level="dppo", eps_low=0.15, eps_high=0.15, agg="token_mean")}
@@ -1163,11 +1273,14 @@ class TestVariants(unittest.TestCase):
             self.assertLessEqual(max(map(len, text.splitlines())), 120)
         def section(text, name):
             return " ".join(text.split(f"\n\n{name}\n")[1].split("\n\n")[0].split())
-        for name, words in (("gspo", 'loss_type="grpo", importance_sampling_level="sequence"'), ("grpo", "beta=0.04"),
-                            ("cispo", "epsilon_high=1.2"), ("opo", "cannot"), ("dppo", "cannot"), ("dr_grpo", 'scale_rewards="none"')):
+        for name, words in (("gspo", 'loss_type="grpo", importance_sampling_level="sequence"'),
+                            ("grpo", "beta=0.04"), ("cispo", "epsilon_high=1.2"), ("opo", "cannot"),
+                            ("dppo", "cannot"), ("dr_grpo", 'scale_rewards="none"')):
             self.assertIn(words, section(trl, name))
-        for name, words in (("gspo", "loss_mode=gspo"), ("luspo", "seq-mean-token-sum"), ("maxrl", "cannot"), ("opo", "adv_estimator=opo"),
-                            ("dapo", "filter_groups.enable=True"), ("grpo", "kl_loss_type=low_var_kl"), ("dppo", "clip_ratio_c=20.0")):
+        for name, words in (("gspo", "loss_mode=gspo"), ("luspo", "seq-mean-token-sum"),
+                            ("maxrl", "cannot"), ("opo", "adv_estimator=opo"),
+                            ("dapo", "filter_groups.enable=True"),
+                            ("grpo", "kl_loss_type=low_var_kl"), ("dppo", "clip_ratio_c=20.0")):
             self.assertIn(words, section(verl, name))
 
     def test_rloo_never_clips_and_gspo_does(self):
@@ -1185,7 +1298,8 @@ class TestVariants(unittest.TestCase):
 
 
 class TestAblate(unittest.TestCase):
-    """run_grid with a pool of one thread in this process, so that base agents and single runs can be replaced."""
+    """run_grid with a pool of one thread in this process, so that base agents and single runs can be
+    replaced."""
 
     def setUp(self):
         from concurrent.futures import ThreadPoolExecutor
@@ -1218,18 +1332,20 @@ class TestAblate(unittest.TestCase):
         self.assertLessEqual(max(map(len, self.table(whole).splitlines())), 120)
         for arm in ablate.GRIDS["arms"]["arms"]:
             self.assertRegex(whole, rf"\n{re.escape(arm)} +\d")
-        self.assertIn("36 comparisons", whole.replace("32 comparisons", "36 comparisons"))      # nan pairs are left out
+        # nan pairs are left out
+        self.assertIn("36 comparisons", whole.replace("32 comparisons", "36 comparisons"))
         with open(self.out) as file:
             lines = file.readlines()
         self.assertEqual(len(lines), 15)
         record = json.loads(lines[0], parse_constant=self.fail)
         self.assertEqual({"config", "seed", "versions", "result"} - set(record), set())
         self.assertEqual(len(record["result"]["history"]), 2)
-        with open(self.out, "w") as file:                       # as kill -9 leaves it: two gone, the last torn
+        with open(self.out, "w") as file:                   # as kill -9 leaves it: two gone, the last torn
             file.writelines(lines[:12] + [lines[12][:500]])
         ran = []
         real = ablate.run_one
-        with self.mock.patch.object(ablate, "run_one", lambda job, weights: ran.append(job) or real(job, weights)):
+        with self.mock.patch.object(ablate, "run_one",
+                                    lambda job, weights: ran.append(job) or real(job, weights)):
             status, again, _ = self.arms("--out", self.out, seeds="3")
         self.assertEqual((status, len(ran)), (0, 3))
         self.assertEqual(self.table(again), self.table(whole))
@@ -1237,7 +1353,8 @@ class TestAblate(unittest.TestCase):
             self.assertEqual(self.table(self.arms("--out", self.out, seeds="3")[1]), self.table(whole))
         with self.mock.patch.object(ablate, "code_version", lambda: "other"), \
                 self.mock.patch.object(ablate, "run_one", lambda job, weights: 1 / 0):
-            self.assertEqual(self.arms("--out", self.out, seeds="3")[0], 1)     # other code: nothing is taken over
+            # other code: nothing is taken over
+            self.assertEqual(self.arms("--out", self.out, seeds="3")[0], 1)
 
     def test_pairing_is_real(self):
         arms = {"default": {}, "twin": {}, "dynamic": dict(dynamic_sampling=True)}
@@ -1247,7 +1364,8 @@ class TestAblate(unittest.TestCase):
             self.assertEqual(failed, [])
             _, out, _ = self.arms("--arms", "default,twin", seeds="3")
         def timeless(run):
-            return repr([{k: v for k, v in row.items() if not k.startswith("sec")} for row in run["history"]])
+            return repr([{k: v for k, v in row.items() if not k.startswith("sec")}
+                         for row in run["history"]])
         for seed in (0, 1):
             self.assertEqual(timeless(done["default", seed]), timeless(done["twin", seed]))
             self.assertEqual(repr(done["default", seed]["heldout"]), repr(done["twin", seed]["heldout"]))
@@ -1260,7 +1378,8 @@ class TestAblate(unittest.TestCase):
             drawn = []
             for dynamic in (False, True):
                 cfg = RLConfig(dynamic_sampling=dynamic, max_turns=1)
-                _, sampled = grpo.sample_step(fresh_policy(), TOK, cfg, TRAIN_TASKS, grpo.step_generator(5, step))
+                _, sampled = grpo.sample_step(fresh_policy(), TOK, cfg, TRAIN_TASKS,
+                                              grpo.step_generator(5, step))
                 drawn.append([e["env"].task["name"] for e in sampled[:64]])
             self.assertEqual(*drawn)
 
@@ -1288,13 +1407,16 @@ class TestAblate(unittest.TestCase):
         for df, quantile in ((1, 12.706), (9, 2.262), (30, 2.042), (40, 2.021), (100, 1.984)):
             values = [1.0, -1.0] + [0.0] * (df - 1)
             deviation = math.sqrt(2 / df)
-            self.assertAlmostEqual(ablate.t_interval(values)[1] * math.sqrt(df + 1) / deviation, quantile, delta=2e-3)
-        for centre, half, n, word in ((.1, .05, 3, "higher"), (-.1, .05, 9, "lower"), (.1, .2, 5, "within seed noise"), (1, 0, 2, "-")):
+            self.assertAlmostEqual(ablate.t_interval(values)[1] * math.sqrt(df + 1) / deviation, quantile,
+                                   delta=2e-3)
+        for centre, half, n, word in ((.1, .05, 3, "higher"), (-.1, .05, 9, "lower"),
+                                      (.1, .2, 5, "within seed noise"), (1, 0, 2, "-")):
             self.assertEqual(ablate.verdict(centre, half, n), word)
 
     def test_until(self):
         run = {"history": [{"reward": r, "episodes": 10} for r in [0, 0, 1, 1, 1, 0.9, 0.8]]}
-        self.assertEqual((ablate.until(run, "steps"), ablate.until(run, "episodes")), (7, 70))      # .94 in the last five, .78 before
+        # .94 in the last five, .78 before
+        self.assertEqual((ablate.until(run, "steps"), ablate.until(run, "episodes")), (7, 70))
         self.assertTrue(math.isnan(ablate.until({"history": run["history"][:5]}, "steps")))
 
     def test_measuring_grids(self):
@@ -1303,11 +1425,12 @@ class TestAblate(unittest.TestCase):
         rows = [line.split() for line in out.splitlines() if line.startswith(("RL base", "trained"))]
         self.assertEqual([int(row[-5]) for row in rows], [4, 8, 16] * 2)
         for row in rows:
-            self.assertAlmostEqual(float(row[-3]), float(row[-1]), delta=0.15)        # measured against predicted
+            self.assertAlmostEqual(float(row[-3]), float(row[-1]), delta=0.15)  # measured against predicted
         status, out, err = run_main(ablate, "gspo", "--seeds", "1", "--steps", "2")
         self.assertEqual(status, 0, err)
         self.assertIn("rms log s", out)
-        factory = [ablate.training_names_env(HELDOUT_TASKS[0], RLConfig(), random.Random(i)) for i in range(50)]
+        factory = [ablate.training_names_env(HELDOUT_TASKS[0], RLConfig(), random.Random(i))
+                   for i in range(50)]
         self.assertEqual({e.task["issue"][2] for e in factory} - {t["name"] for t in TRAIN_TASKS}, set())
         self.assertEqual({type(e) for e in factory}, {EditBudgetEnv})
 
@@ -1320,8 +1443,8 @@ class TestAblate(unittest.TestCase):
             return
         with self.mock.patch.object(ablate, "numpy", ablate.numpy):
             for grid, names in (("arms", ["arms.png", "sampling.png"]), ("settings", ["settings.png"])):
-                status, out, err = run_main(ablate, grid, "--seeds", "2", "--steps", "6", "--prompts_per_step", "2", "--plot",
-                                            os.path.dirname(self.out))
+                status, out, err = run_main(ablate, grid, "--seeds", "2", "--steps", "6",
+                                            "--prompts_per_step", "2", "--plot", os.path.dirname(self.out))
                 self.assertEqual(status, 0, err)
                 for name in names:
                     self.assertLess(os.path.getsize(os.path.join(os.path.dirname(self.out), name)), 100_000)
@@ -1336,8 +1459,10 @@ class TestAblate(unittest.TestCase):
 class TestAblateProcesses(unittest.TestCase):
     def test_killed_and_resumed(self):
         out = os.path.join(tempfile.mkdtemp(), "runs.jsonl")
-        command = [sys.executable, "ablate.py", "settings", "--arms", "plain one-edit", "--seeds", "2", "--steps", "1", "--out", out]
-        first = subprocess.Popen(command, cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        command = [sys.executable, "ablate.py", "settings", "--arms", "plain one-edit", "--seeds", "2",
+                   "--steps", "1", "--out", out]
+        first = subprocess.Popen(command, cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                 start_new_session=True)
         for _ in range(600):
             time.sleep(0.1)
             if os.path.exists(out) and os.path.getsize(out):
@@ -1368,7 +1493,8 @@ def pasted(function):
 class TestCopying(unittest.TestCase):
     def test_each_alone_on_any_float_and_mask(self):
         logp, old, adv, mask = random_case(4, 6, seed=11)
-        for dtype, m in itertools.product((torch.float64, torch.float32, torch.bfloat16, torch.float16), (bool, float)):
+        for dtype, m in itertools.product((torch.float64, torch.float32, torch.bfloat16, torch.float16),
+                                          (bool, float)):
             x, o, A = logp.to(dtype), old.to(dtype), adv.to(dtype)
             M = mask if m is bool else mask.to(dtype)
             for name, function in LOSSES.items():
@@ -1377,17 +1503,20 @@ class TestCopying(unittest.TestCase):
                     self.assertEqual((loss.dtype, g.dtype, loss.shape), (dtype, dtype, ()), name)
                     self.assertTrue(torch.isfinite(loss) and torch.isfinite(g).all(), (name, dtype))
                     exact = function(logp, old, adv, mask, 0.2, 0.2, agg, 5.0)[0]
-                    self.assertAlmostEqual(loss.item(), exact.item(), delta=0.1 if dtype in (torch.bfloat16, torch.float16) else 1e-5)
+                    self.assertAlmostEqual(loss.item(), exact.item(),
+                                           delta=0.1 if dtype in (torch.bfloat16, torch.float16) else 1e-5)
             self.assertEqual(pasted(aggregate_loss)(x, M, "token_mean").dtype, dtype)
             self.assertEqual(pasted(kl_penalty)(x, o, "k3").dtype, dtype)
             for baseline, scale in itertools.product(grpo.CHOICES["baseline"], grpo.CHOICES["scale"]):
                 A = pasted(group_advantages)(A.abs(), 2, baseline, scale, torch.ones(4))
                 self.assertTrue(torch.isfinite(A).all())
-            self.assertEqual(pasted(grpo.overlong_penalty)(torch.tensor([5.0], dtype=dtype), 6, 2).item(), -0.5)
+            self.assertEqual(
+                pasted(grpo.overlong_penalty)(torch.tensor([5.0], dtype=dtype), 6, 2).item(), -0.5)
 
     def test_on_another_device(self):
         if not torch.cuda.is_available():
-            meta = torch.zeros(4, 6, device="meta")         # no data, but every operation must find all tensors on it
+            # no data, but every operation must find all tensors on it
+            meta = torch.zeros(4, 6, device="meta")
             for function in LOSSES.values():
                 loss, _ = pasted(function)(meta, meta, meta[:, 0], meta)
                 self.assertEqual(loss.device.type, "meta")
@@ -1397,13 +1526,14 @@ class TestCopying(unittest.TestCase):
             self.assertEqual(pasted(function)(logp, old, adv, mask)[0].device.type, "cuda")
 
     def test_in_a_foreign_loop(self):
-        # another model (a GRU), another multi-turn task (say back the digit that the environment said), pieces pasted in
+        # another model (a GRU), another multi-turn task (say back the digit that the environment said),
+        # pieces pasted in
         advantages, loss_of = pasted(group_advantages), pasted(grpo.ppo_policy_loss)
         torch.manual_seed(0)
         embed, gru, head = nn.Embedding(8, 32), nn.GRU(32, 32, batch_first=True), nn.Linear(32, 8)
         parameters = [*embed.parameters(), *gru.parameters(), *head.parameters()]
         optimizer = torch.optim.Adam(parameters, lr=1e-2)
-        mask = torch.tensor([[0, 1, 0, 1, 0, 1]]).expand(64, 6).bool()          # said, answered, three turns
+        mask = torch.tensor([[0, 1, 0, 1, 0, 1]]).expand(64, 6).bool()         # said, answered, three turns
         def log_probs(ids):
             return head(gru(embed(ids[:, :-1]))[0]).log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
         rewards = []

@@ -1,7 +1,7 @@
 """Every published variant of GRPO as a handful of fields of the one loop in grpo.py.
 
-Read grpo.py first. What is said of a paper here is its objective; group sizes, learning rates, models and data differ,
-so a preset is a starting point for an experiment, not a reproduction.
+Read grpo.py first. What is said of a paper here is its objective; group sizes, learning rates, models and
+data differ, so a preset is a starting point for an experiment, not a reproduction.
 
     python variants.py                                  the presets: paper, date, fields, what each is for
     python variants.py --run                            train each for 40 steps from the same base agent
@@ -27,21 +27,22 @@ from grpo import RLConfig, evaluate, mean, train_rl, usable_config
 # --------------------------------------------------------------------------------------------------
 # The presets
 # --------------------------------------------------------------------------------------------------
-# Plain dicts: RLConfig(**VARIANTS["gspo"]) is all it takes. The family's common ancestor is DeepSeekMath's GRPO, and
-# what --variant prints is the difference from it.
+# Plain dicts: RLConfig(**VARIANTS["gspo"]) is all it takes. The family's common ancestor is DeepSeekMath's
+# GRPO, and what --variant prints is the difference from it.
 GRPO = dict(agg="seq_mean_token_mean", kl_coef=0.04, kl_kind="k3")
 NO_KL = dict(GRPO, kl_coef=0.0)
 
 VARIANTS = {
     "default": dict(agg="token_mean", kl_coef=0.0),
     "grpo": GRPO,
-    # the constant is the most policy tokens an episode can have, 6 turns of 4; the loss is then about half the token
-    # mean's, which Adam does not notice: it divides the gradient by its own size
+    # the constant is the most policy tokens an episode can have, 6 turns of 4; the loss is then about half
+    # the token mean's, which Adam does not notice: it divides the gradient by its own size
     "dr_grpo": dict(NO_KL, scale="none", agg="constant", agg_constant=24.0),
     "dapo": dict(NO_KL, eps_high=0.28, agg="token_mean", dynamic_sampling=True, overlong_buffer=2),
     # summed over tokens the loss is some 13 times the mean; max_grad_norm and Adam take that out again
     "rloo": dict(NO_KL, baseline="leave_one_out", scale="none", minibatches=1, agg="seq_mean_token_sum"),
-    # bounds for outputs of thousands of tokens, kept: on thirteen tokens they clip a good part of each second minibatch
+    # bounds for outputs of thousands of tokens, kept: on thirteen tokens they clip a good part of each
+    # second minibatch
     "gspo": dict(NO_KL, ratio_level="sequence", eps_low=3e-4, eps_high=4e-4),
     "cispo": dict(NO_KL, ratio_level="cispo", agg="token_mean"),
     "gmpo": dict(NO_KL, ratio_level="gmpo", eps_low=0.4, eps_high=0.4),
@@ -55,35 +56,37 @@ VARIANTS = {
 }
 
 ABOUT = {   # name -> paper, arXiv number of its first version, month, what it is for
-    "default": ("this project", "-", "-", "GRPO with every token weighing the same, and no reference model."),
-    "grpo": ("DeepSeekMath", "2402.03300", "02/24", "The ancestor: no critic, the group's mean and deviation instead; the "
-             "paper takes one update a batch, G = 64."),
-    "dr_grpo": ("Dr. GRPO", "2503.20783", "03/25", "Takes out two biases: dividing by the length spares long failures, "
-                "dividing by the deviation favours tasks nearly always or nearly never solved."),
-    "dapo": ("DAPO", "2503.14476", "03/25", "Room upwards for rare tokens, groups that carry a gradient only, a token mean, "
-             "a penalty on running long (overlong filtering is mask_truncated)."),
-    "rloo": ("RLOO", "2402.14740", "02/24", "REINFORCE with the other attempts as baseline, the whole episode one action: "
-             "G / (G - 1) times Dr. GRPO's advantage, and no clip."),
-    "gspo": ("GSPO", "2507.18071", "07/25", "One ratio and one clip for an episode, as the reward is one for an episode; "
-             "made for mixture-of-experts models."),
-    "cispo": ("CISPO (MiniMax-M1)", "2506.13585", "06/25", "Clips the weight and not the gradient, so rare turning-point "
-              "tokens are not dropped."),
-    "gmpo": ("GMPO", "2507.20673", "07/25", "The geometric mean of token ratios, which an outlier moves less, in a wider "
-             "band."),
-    "sapo": ("SAPO", "2511.20347", "11/25", "A gate that closes softly in place of the clip, sooner for negative "
-             "advantages."),
-    "luspo": ("LUSPO", "2602.05261", "02/26", "GSPO with each episode weighted by its length, against a bias to the "
-              "short."),
-    "lite_ppo": ("Lite PPO", "2508.08221", "08/25", "Group mean, deviation of the whole batch, token mean: claims to need "
-                 "nothing else."),
-    "gpg": ("GPG", "2504.02546", "04/25", "The bare policy gradient with a group baseline: no ratio, no clip, no "
-            "deviation."),
-    "opo": ("OPO", "2505.23585", "05/25", "Exactly on policy, with the baseline of least variance when a gradient grows "
-            "with its length."),
-    "maxrl": ("MaxRL", "2602.02710", "02/26", "Divides by the mean reward, so that a task's weight grows as it is solved "
-              "more rarely: nearer to maximum likelihood."),
-    "dppo": ("DPPO", "2602.04879", "02/26", "A trust region in probabilities: rare tokens may move by large ratios, likely "
-             "ones may not."),
+    "default": ("this project", "-", "-", "GRPO with every token weighing the same, and no reference "
+                "model."),
+    "grpo": ("DeepSeekMath", "2402.03300", "02/24", "The ancestor: no critic, the group's mean and "
+             "deviation instead; the paper takes one update a batch, G = 64."),
+    "dr_grpo": ("Dr. GRPO", "2503.20783", "03/25", "Takes out two biases: dividing by the length spares "
+                "long failures, dividing by the deviation favours tasks nearly always or nearly never "
+                "solved."),
+    "dapo": ("DAPO", "2503.14476", "03/25", "Room upwards for rare tokens, groups that carry a gradient "
+             "only, a token mean, a penalty on running long (overlong filtering is mask_truncated)."),
+    "rloo": ("RLOO", "2402.14740", "02/24", "REINFORCE with the other attempts as baseline, the whole "
+             "episode one action: G / (G - 1) times Dr. GRPO's advantage, and no clip."),
+    "gspo": ("GSPO", "2507.18071", "07/25", "One ratio and one clip for an episode, as the reward is one "
+             "for an episode; made for mixture-of-experts models."),
+    "cispo": ("CISPO (MiniMax-M1)", "2506.13585", "06/25", "Clips the weight and not the gradient, so rare "
+              "turning-point tokens are not dropped."),
+    "gmpo": ("GMPO", "2507.20673", "07/25", "The geometric mean of token ratios, which an outlier moves "
+             "less, in a wider band."),
+    "sapo": ("SAPO", "2511.20347", "11/25", "A gate that closes softly in place of the clip, sooner for "
+             "negative advantages."),
+    "luspo": ("LUSPO", "2602.05261", "02/26", "GSPO with each episode weighted by its length, against a "
+              "bias to the short."),
+    "lite_ppo": ("Lite PPO", "2508.08221", "08/25", "Group mean, deviation of the whole batch, token mean: "
+                 "claims to need nothing else."),
+    "gpg": ("GPG", "2504.02546", "04/25", "The bare policy gradient with a group baseline: no ratio, no "
+            "clip, no deviation."),
+    "opo": ("OPO", "2505.23585", "05/25", "Exactly on policy, with the baseline of least variance when a "
+            "gradient grows with its length."),
+    "maxrl": ("MaxRL", "2602.02710", "02/26", "Divides by the mean reward, so that a task's weight grows "
+              "as it is solved more rarely: nearer to maximum likelihood."),
+    "dppo": ("DPPO", "2602.04879", "02/26", "A trust region in probabilities: rare tokens may move by "
+             "large ratios, likely ones may not."),
 }
 
 
@@ -94,13 +97,15 @@ def differences(config, reference):
 
 
 def describe(name, given):
-    """Lines that say what `--variant name` runs: its fields against GRPO's, and the flags that override them."""
+    """Lines that say what `--variant name` runs: its fields against GRPO's, and the flags that override
+    them."""
     changed = differences(RLConfig(**VARIANTS[name]), RLConfig(**GRPO))
     lines = [f"variant {name} ({ABOUT[name][0]}, arXiv {ABOUT[name][1]}) against DeepSeekMath's GRPO:"]
     lines += [f"  {field} = {mine}  (GRPO: {theirs})" for field, (mine, theirs) in changed.items()]
     lines += ["  no difference"] if not changed else []
     preset = RLConfig(**VARIANTS[name])
-    lines += [f"  {field} = {value}  (by flag; the preset has {getattr(preset, field)})" for field, value in given.items()]
+    lines += [f"  {field} = {value}  (by flag; the preset has {getattr(preset, field)})"
+              for field, value in given.items()]
     return "\n".join(lines)
 
 
@@ -119,9 +124,11 @@ def print_presets():
 # --------------------------------------------------------------------------------------------------
 
 def base_weights(job):
-    """job (seed, None | "plain" | kinds) -> the base agent's weights as numpy arrays, which any process can take.
+    """job (seed, None | "plain" | kinds) -> the base agent's weights as numpy arrays, which any process can
+    take.
 
-    None: the RL base. "plain": the plain one. kinds: players, see make_base_agent, imitated under random names.
+    None: the RL base. "plain": the plain one. kinds: players, see make_base_agent, imitated under random
+    names.
     """
     seed, which = job
     torch.set_num_threads(1)
@@ -129,7 +136,8 @@ def base_weights(job):
     if which is None:
         model = make_rl_base(tok, seed)
     else:
-        model = make_base_agent(tok, seed) if which == "plain" else make_base_agent(tok, seed, which, rename=True)
+        model = (make_base_agent(tok, seed) if which == "plain" else
+                 make_base_agent(tok, seed, which, rename=True, batches=400))
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 
 
@@ -140,7 +148,8 @@ def load_weights(tok, weights):
 
 
 def train_and_evaluate(weights, cfg, env_factory=None, held_out_factory=None, keep_model=None):
-    """One run in one thread: {history, train, heldout}, the last two behavior_stats of 8 episodes a task at the end."""
+    """One run in one thread: {history, train, heldout}, the last two behavior_stats of 8 episodes a task at
+    the end."""
     torch.set_num_threads(1)
     tok = build_tokenizer()
     model = load_weights(tok, weights)
@@ -161,37 +170,43 @@ def cores():
 
 
 def run_presets(names, given, steps, seeds, jobs):
-    """Trains each preset on each seed and prints a row a preset as its last seed ends: means over the seeds."""
-    configs = {name: [usable_config({**VARIANTS[name], "steps": steps}, {**given, "seed": seed}) for seed in seeds]
-               for name in names}
-    columns = [("late reward", 12, 2), ("held-out", 9, 2), ("reads", 7, 2), ("tokens", 7, 1), ("clip", 7, 3),
-               ("kl_ref", 7, 2), ("entropy", 8, 2), ("episodes", 9, 0), ("seconds", 8, 1)]
-    print(f"{len(names)} presets x {len(seeds)} seeds, {steps} steps each, {jobs} processes of one thread\n\n{'preset':10}"
-          + "".join(f"{name:>{width}}" for name, width, _ in columns), flush=True)
+    """Trains each preset on each seed and prints a row a preset as its last seed ends: means over the
+    seeds."""
+    configs = {name: [usable_config({**VARIANTS[name], "steps": steps}, {**given, "seed": seed})
+                      for seed in seeds] for name in names}
+    columns = [("late reward", 12, 2), ("held-out", 9, 2), ("reads", 7, 2), ("tokens", 7, 1),
+               ("clip", 7, 3), ("kl_ref", 7, 2), ("entropy", 8, 2), ("episodes", 9, 0), ("seconds", 8, 1)]
+    print(f"{len(names)} presets x {len(seeds)} seeds, {steps} steps each, {jobs} processes of one "
+          f"thread\n\n{'preset':10}" + "".join(f"{name:>{width}}" for name, width, _ in columns),
+          flush=True)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         weights = list(pool.map(base_weights, [(seed, None) for seed in seeds]))
-        futures = {name: [pool.submit(train_and_evaluate, weights[i], cfg) for i, cfg in enumerate(configs[name])]
-                   for name in names}
+        futures = {name: [pool.submit(train_and_evaluate, weights[i], cfg)
+                          for i, cfg in enumerate(configs[name])] for name in names}
         for name in names:
             runs = [future.result() for future in futures[name]]
             values = [mean(late(run["history"], "reward") for run in runs),
-                      mean(run["heldout"]["pass_rate"] for run in runs), mean(run["heldout"]["reads"] for run in runs),
+                      mean(run["heldout"]["pass_rate"] for run in runs),
+                      mean(run["heldout"]["reads"] for run in runs),
                       *(mean(late(run["history"], column, steps) for run in runs)
                         for column in ("policy_tokens", "clip_frac", "kl_ref", "entropy")),
                       mean(sum(row["episodes"] for row in run["history"]) for run in runs),
-                      mean(sum(row["sec_sample"] + row["sec_update"] for row in run["history"]) for run in runs)]
-            print(f"{name:10}" + "".join(f"{'-':>{width}}" if math.isnan(value) else f"{value:{width}.{digits}f}"
-                                         for value, (_, width, digits) in zip(values, columns)), flush=True)
-    print("\nlate reward: mean of the last ten steps. held-out pass rate and reads: 80 episodes a seed after training. "
-          "The\nother columns: means over all steps. One seed is one draw: ablate.py says what a difference is worth.")
+                      mean(sum(row["sec_sample"] + row["sec_update"] for row in run["history"])
+                           for run in runs)]
+            print(f"{name:10}" + "".join(
+                f"{'-':>{width}}" if math.isnan(value) else f"{value:{width}.{digits}f}"
+                for value, (_, width, digits) in zip(values, columns)), flush=True)
+    print("\nlate reward: mean of the last ten steps. held-out pass rate and reads: 80 episodes a seed "
+          "after training. The\nother columns: means over all steps. One seed is one draw: ablate.py says "
+          "what a difference is worth.")
 
 
 # --------------------------------------------------------------------------------------------------
 # Translation: the same presets in the trainers that people use at scale
 # --------------------------------------------------------------------------------------------------
-# Names and meanings as read in the trainers' own sources: TRL 1.16.0 (trl/trainer/grpo_config.py, grpo_trainer.py) and
-# verl 0.9.1 (verl/trainer/ppo/core_algos.py, verl/trainer/config). A cell that begins with "cannot" has no setting; one
-# with "NOT" warns of a setting that has the name and does something else.
+# Names and meanings as read in the trainers' own sources: TRL 1.16.0 (trl/trainer/grpo_config.py,
+# grpo_trainer.py) and verl 0.9.1 (verl/trainer/ppo/core_algos.py, verl/trainer/config). A cell that begins
+# with "cannot" has no setting; one with "NOT" warns of a setting that has the name and does something else.
 ACTOR = "actor_rollout_ref.actor"
 
 
@@ -212,42 +227,53 @@ def trl_common(cfg):
 
 def trl_preset(cfg):
     G, on_policy = cfg.group_size, cfg.minibatches * cfg.epochs == 1
-    token_mean = 'loss_type="bnpo" (one process). NOT the default "dapo": it divides by the generation batch\'s tokens'
+    token_mean = ('loss_type="bnpo" (one process). NOT the default "dapo": it divides by the generation '
+                  "batch's tokens")
     losses = {
         ("token", "token_mean"): token_mean,
         ("token", "seq_mean_token_mean"): 'loss_type="grpo"',
-        ("token", "seq_mean_token_sum"): 'loss_type="luspo", importance_sampling_level="token" (warns, and works)',
-        ("token", "constant"): f'loss_type="dr_grpo", max_completion_length={cfg.agg_constant} (constant and limit in one)',
-        ("sequence", "seq_mean_token_mean"): 'loss_type="grpo", importance_sampling_level="sequence". NOT with the default '
-                                             'loss_type "dapo", which weighs by length',
-        ("sequence", "seq_mean_token_sum"): 'loss_type="luspo", importance_sampling_level="sequence" (its default is NOT)',
-        ("cispo", "token_mean"): 'loss_type="cispo" (denominator: the generation batch\'s tokens, as "dapo")',
+        ("token", "seq_mean_token_sum"): 'loss_type="luspo", importance_sampling_level="token" (warns, and '
+                                         "works)",
+        ("token", "constant"): f'loss_type="dr_grpo", max_completion_length={cfg.agg_constant} (constant '
+                               "and limit in one)",
+        ("sequence", "seq_mean_token_mean"): 'loss_type="grpo", importance_sampling_level="sequence". NOT '
+                                             'with the default loss_type "dapo", which weighs by length',
+        ("sequence", "seq_mean_token_sum"): 'loss_type="luspo", importance_sampling_level="sequence" (its '
+                                            "default is NOT)",
+        ("cispo", "token_mean"): 'loss_type="cispo" (denominator: the generation batch\'s tokens, as '
+                                 '"dapo")',
         ("gmpo", "seq_mean_token_mean"): "GMPOTrainer and GMPOConfig of trl.experimental.gmpo",
-        ("sapo", "seq_mean_token_mean"): 'loss_type="sapo", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05',
-        ("none", "seq_mean_token_mean"): 'loss_type="grpo": with one optimizer step a batch the ratio is 1 all the same',
-        ("none", "token_mean"): "cannot: no switch takes the ratio out (with one optimizer step a batch it is 1)",
+        ("sapo", "seq_mean_token_mean"): 'loss_type="sapo", sapo_temperature_pos=1.0, '
+                                         "sapo_temperature_neg=1.05",
+        ("none", "seq_mean_token_mean"): 'loss_type="grpo": with one optimizer step a batch the ratio is 1 '
+                                         "all the same",
+        ("none", "token_mean"): "cannot: no switch takes the ratio out (with one optimizer step a batch it "
+                                "is 1)",
         ("dppo", "token_mean"): "cannot",
     }
     ranges = f"epsilon={cfg.eps_low:g}, epsilon_high={cfg.eps_high:g}"
     if cfg.ratio_level == "cispo":
-        ranges = (f"epsilon_high={1 + cfg.eps_high:g} (the cap itself, NOT its distance from 1: unset it is 0.2); "
-                  "eps_low: cannot, there is no lower bound")
+        ranges = (f"epsilon_high={1 + cfg.eps_high:g} (the cap itself, NOT its distance from 1: unset it "
+                  "is 0.2); eps_low: cannot, there is no lower bound")
     return [
         ("baseline", {"group_mean": "always so", "length_weighted": "cannot",
-                      "leave_one_out": f'reward_weights=[{G}/{G - 1}] with scale_rewards="none" gives the same numbers; '
-                                       "RLOOTrainer has beta 0.05, a product of ratios and no multi-turn tools"
+                      "leave_one_out": f'reward_weights=[{G}/{G - 1}] with scale_rewards="none" gives the '
+                                       "same numbers; RLOOTrainer has beta 0.05, a product of ratios and "
+                                       "no multi-turn tools"
                       }[cfg.baseline]),
-        ("scale", {"group_std": 'scale_rewards="group" (+ 1e-4, here + 1e-6)', "none": 'scale_rewards="none"',
+        ("scale", {"group_std": 'scale_rewards="group" (+ 1e-4, here + 1e-6)',
+                   "none": 'scale_rewards="none"',
                    "batch_std": 'scale_rewards="batch" (+ 1e-4, here + 1e-6)',
                    "group_mean": "cannot by an option"}[cfg.scale]),
         ("ratio_level, agg", losses[cfg.ratio_level, cfg.agg]),
         ("eps_low, eps_high", "no effect" if cfg.ratio_level in ("sapo", "none") or on_policy else
          "cannot" if cfg.ratio_level == "dppo" else ranges),
         ("kl_coef, kl_kind", "beta=0.0" if not cfg.kl_coef else
-         f"beta={cfg.kl_coef}, use_bias_correction_kl=False (True, the default, is k3 times the ratio: NOT k3's gradient)"),
+         f"beta={cfg.kl_coef}, use_bias_correction_kl=False (True, the default, is k3 times the ratio: NOT "
+         "k3's gradient)"),
         ("dynamic_sampling", "cannot" if cfg.dynamic_sampling else "never"),
-        ("overlong_buffer", "reward function get_soft_overlong_punishment(max_completion_len, soft_punish_cache): tokens, "
-         "not turns" if cfg.overlong_buffer else "-"),
+        ("overlong_buffer", "reward function get_soft_overlong_punishment(max_completion_len, "
+         "soft_punish_cache): tokens, not turns" if cfg.overlong_buffer else "-"),
     ]
 
 
@@ -256,10 +282,12 @@ def verl_common(cfg):
         ("steps", f"trainer.total_training_steps={cfg.steps}"),
         ("group_size", f"actor_rollout_ref.rollout.n={cfg.group_size}"),
         ("prompts_per_step", f"data.train_batch_size={cfg.prompts_per_step}"),
-        ("minibatches", f"{ACTOR}.ppo_mini_batch_size={cfg.prompts_per_step // cfg.minibatches} (in prompts)"),
+        ("minibatches",
+         f"{ACTOR}.ppo_mini_batch_size={cfg.prompts_per_step // cfg.minibatches} (in prompts)"),
         ("epochs", f"{ACTOR}.ppo_epochs={cfg.epochs}"),
         ("lr", f"{ACTOR}.optim.lr={cfg.lr:g}, {ACTOR}.optim.weight_decay=0 (default 0.01)"),
-        ("max_grad_norm", f"{ACTOR}.optim.clip_grad={cfg.max_grad_norm}. NOT {ACTOR}.grad_clip, which nothing reads"),
+        ("max_grad_norm",
+         f"{ACTOR}.optim.clip_grad={cfg.max_grad_norm}. NOT {ACTOR}.grad_clip, which nothing reads"),
         ("temperature", f"actor_rollout_ref.rollout.temperature={cfg.temperature}"),
         ("mask_truncated, filter_zero_adv", "cannot"),
     ]
@@ -267,8 +295,10 @@ def verl_common(cfg):
 
 def verl_preset(cfg):
     estimator = {"group_mean": "grpo", "leave_one_out": "rloo", "length_weighted": "opo"}[cfg.baseline]
-    scales = {"group_std": "algorithm.norm_adv_by_std_in_grpo=True", "none": "algorithm.norm_adv_by_std_in_grpo=False",
-              "batch_std": "cannot; reinforce_plus_plus_baseline is near, and NOT the same (whitens by token)",
+    scales = {"group_std": "algorithm.norm_adv_by_std_in_grpo=True",
+              "none": "algorithm.norm_adv_by_std_in_grpo=False",
+              "batch_std": "cannot; reinforce_plus_plus_baseline is near, and NOT the same (whitens by "
+                           "token)",
               "group_mean": "cannot; an advantage function of one's own through register_adv_est"}
     mode = {"token": "vanilla", "sequence": "gspo", "cispo": "cispo", "gmpo": "geo_mean", "sapo": "sapo",
             "dppo": "dppo_tv", "none": "gpg"}[cfg.ratio_level]
@@ -287,20 +317,25 @@ def verl_preset(cfg):
         ("baseline", f"algorithm.adv_estimator={estimator} (the default is gae)"),
         ("scale", "no scaling in this estimator" if estimator != "grpo" else scales[cfg.scale]),
         ("ratio_level", loss), ("agg", f"{ACTOR}.loss_agg_mode={agg}{note}"),
-        ("eps_low, eps_high", "no effect" if mode in ("gpg", "sapo") or cfg.minibatches * cfg.epochs == 1 else
-         f"{ACTOR}.clip_ratio_low={cfg.eps_low:g}, {ACTOR}.clip_ratio_high={cfg.eps_high:g} (clip_ratio alone is NOT read)"),
+        ("eps_low, eps_high",
+         "no effect" if mode in ("gpg", "sapo") or cfg.minibatches * cfg.epochs == 1 else
+         f"{ACTOR}.clip_ratio_low={cfg.eps_low:g}, {ACTOR}.clip_ratio_high={cfg.eps_high:g} (clip_ratio "
+         "alone is NOT read)"),
         ("kl_coef, kl_kind", f"{ACTOR}.use_kl_loss=False" if not cfg.kl_coef else
-         f"{ACTOR}.use_kl_loss=True, {ACTOR}.kl_loss_coef={cfg.kl_coef}, {ACTOR}.kl_loss_type=low_var_kl (clamped to +-10)"),
-        ("dynamic_sampling", "algorithm.filter_groups.enable=True, algorithm.filter_groups.metric=reward; the cap on rounds "
-         "(max_num_gen_batches) is NOT read: it samples until full" if cfg.dynamic_sampling else
-         "algorithm.filter_groups.enable=False"),
-        ("overlong_buffer", "reward.reward_manager.name=dapo, +reward.reward_kwargs.overlong_buffer_cfg.{enable,len,"
-         "penalty_factor,log}, +reward.reward_kwargs.max_resp_len; tokens, not turns, and no floor at -1"
+         f"{ACTOR}.use_kl_loss=True, {ACTOR}.kl_loss_coef={cfg.kl_coef}, "
+         f"{ACTOR}.kl_loss_type=low_var_kl (clamped to +-10)"),
+        ("dynamic_sampling", "algorithm.filter_groups.enable=True, algorithm.filter_groups.metric=reward; "
+         "the cap on rounds (max_num_gen_batches) is NOT read: it samples until full"
+         if cfg.dynamic_sampling else "algorithm.filter_groups.enable=False"),
+        ("overlong_buffer", "reward.reward_manager.name=dapo, "
+         "+reward.reward_kwargs.overlong_buffer_cfg.{enable,len,penalty_factor,log}, "
+         "+reward.reward_kwargs.max_resp_len; tokens, not turns, and no floor at -1"
          if cfg.overlong_buffer else "-"),
     ]
 
 
-TRAINERS = {"trl": ("TRL 1.16.0, GRPOConfig", trl_common, trl_preset), "verl": ("verl 0.9.1", verl_common, verl_preset)}
+TRAINERS = {"trl": ("TRL 1.16.0, GRPOConfig", trl_common, trl_preset),
+            "verl": ("verl 0.9.1", verl_common, verl_preset)}
 
 
 def print_translation(trainer):
@@ -324,9 +359,11 @@ def print_translation(trainer):
 
 def main():
     parser = one_line_parser(__doc__)
-    parser.add_argument("--run", nargs="?", const="all", metavar="NAMES", help="train these presets (default all), a,b,c")
+    parser.add_argument("--run", nargs="?", const="all", metavar="NAMES",
+                        help="train these presets (default all), a,b,c")
     parser.add_argument("--steps", type=int, default=40, help="steps of each run (default 40)")
-    parser.add_argument("--seeds", type=seed_list, default=[0], help="a number of seeds or a list 0,3,7 (default 1)")
+    parser.add_argument("--seeds", type=seed_list, default=[0],
+                        help="a number of seeds or a list 0,3,7 (default 1)")
     parser.add_argument("--jobs", type=int, default=cores(), help="worker processes (default: the cores)")
     parser.add_argument("--translate", choices=TRAINERS, help="the presets in another trainer's settings")
     args = parser.parse_args()
