@@ -106,8 +106,8 @@ class Policy(nn.Module):
 
 
 def attention(q, k, v, hidden_from):
-    """softmax(q k' / sqrt(d)) v -> (B, T, H * d). q (B, H, T, d), k and v (B, H, S, d); hidden_from (T, S) or
-    (B, 1, T, S) is -inf where q may not look. At this size a CPU runs it faster than the fused kernel."""
+    """softmax(q k' / sqrt(d)) v -> (B, T, H * d). q (B, H, T, d), k and v (B, H, S, d); hidden_from, (T, S)
+    or (B, 1, T, S), is -inf where q may not look. At this size a CPU runs it faster than the fused kernel."""
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2) + hidden_from
     return (scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2)
 
@@ -131,7 +131,7 @@ def packed_attention(heads, lengths, rows_together=16):
         out = []
         for lot, rows, width, real, causal in lots:
             padded = qkv.new_zeros(rows * width, qkv.shape[1]).index_copy(0, real, qkv[lot])
-            q, k, v = padded.view(rows, width, 3, heads, -1).permute(2, 0, 3, 1, 4)     # (rows, heads, width, d)
+            q, k, v = padded.view(rows, width, 3, heads, -1).permute(2, 0, 3, 1, 4)     # (rows, H, width, d)
             out.append(attention(q, k, v, causal).flatten(0, 1)[real])
         return torch.cat(out)                                                           # (N, D)
 
@@ -155,7 +155,7 @@ def take_turn(env, call):
 
 @torch.no_grad()
 def rollout_batch(model, tok, envs, generator, temperature=1.0):
-    """Plays one episode in each environment, in lockstep. generator: torch.Generator, all that is random here.
+    """Plays one episode in each environment, in lockstep. generator (torch.Generator): all its chance.
 
     Each pass feeds every live episode what it has not seen yet (after a call that is a whole observation,
     within a call the one token just sampled), with keys and values of all earlier tokens kept, and samples
@@ -225,8 +225,8 @@ def first_edit(episode):
 
 
 def run_unseen(model, unseen, ends, cache):
-    """Runs the model on each row's unseen ids (lists; they end at token ends[row] of the episode), writing their
-    keys and values to the cache (layers, 2, B, H, S, d). Gives each row's last hidden state, (B, D)."""
+    """Runs the model on each row's unseen ids (lists; they end at token ends[row] of the episode), writing
+    their keys and values to the cache (layers, 2, B, H, S, d). Gives each row's last hidden state, (B, D)."""
     B, new, S = len(unseen), torch.tensor([len(ids) for ids in unseen]), max(ends)
     widest = int(new.max())
     row = torch.repeat_interleave(torch.arange(B), new)               # (N,) the episode of each packed token
@@ -371,11 +371,11 @@ def make_base_agent(tok, seed=0, kinds=("random", "blind") * 4, rename=False, ba
 
 
 def make_rl_base(tok, seed=0, quiet=True):
-    """The base agent that RL can build on: one demonstration in nine is the oracle's, who reads, then repairs.
+    """The base agent that RL can build on: one demonstration in nine is the oracle's: reads, then repairs.
 
-    Training stops while the habit is weak: an agent that reads in one episode of seven or so and is then right
-    about every other time. Each family must have some of it: an op that never follows a read is one that RL
-    never finds. Names are random, as in the gym it is for; the source alone can tell the op.
+    Training stops while the habit is weak: an agent that reads in one episode of seven or so and is then
+    right about every other time. Each family must have some of it: an op that never follows a read is one
+    that RL never finds. Names are random, as in the gym it is for; the source alone can tell the op.
     """
     kinds = ("random", "blind") * 4 + ("oracle",)
     return make_base_agent(tok, seed, kinds, rename=True, batches=800, habit=0.33, quiet=quiet)
@@ -389,7 +389,7 @@ def save_policy(model, tok, config, path):
 
 
 def load_policy(tok, path):
-    """The policy in a file of save_policy. OSError if it cannot be read, ValueError if it is something else."""
+    """The policy in a file of save_policy. OSError if it cannot be read, ValueError if it is no such file."""
     model = Policy(len(tok))
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu")

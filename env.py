@@ -374,7 +374,7 @@ def fail(message):
 
 
 def open_for_writing(flag, path, mode):
-    """The file opened; or one line and exit status 2, before any work and not when there is something to write."""
+    """The file opened; or one line and exit status 2, before any work and not when it is done."""
     try:
         return open(path, mode, encoding="utf-8")
     except OSError as error:

@@ -319,8 +319,8 @@ def kl_penalty(logp, ref_logp, kind):
         k2 = l^2 / 2         biased a little, never negative
         k3 = e^l - 1 - l     unbiased and never negative (Schulman's note on approximating KL; GRPO's)
 
-    An estimator's value is one thing, its gradient as a loss another: k1's is zero in expectation (as a loss it
-    moves nothing but noise; put it into the reward), k2's is the gradient of the KL, k3's that of KL(ref || pi).
+    An estimator's value is one thing, its gradient as a loss another: k1's is zero in expectation (as a loss
+    it moves nothing but noise; put it into the reward), k2's is that of the KL, k3's that of KL(ref || pi).
     """
     l = (ref_logp - logp).clamp(-20, 20)
     if kind == "k1":
@@ -336,25 +336,25 @@ def kl_penalty(logp, ref_logp, kind):
 # Losses
 # --------------------------------------------------------------------------------------------------
 # All are minimised. In every loss:  r = pi / pi_old of a token, its log clamped to +-20 before exp;  A = the
-# episode's advantage, the same for all its tokens;  sg() = stop gradient. What stands outside the mask counts
-# for nothing. The value of such a loss says little (on policy it is about 0, whatever there is to learn): what
-# matters is its gradient, so it is the gradient's norm that is logged.
+# episode's advantage, the same for all its tokens;  sg() = stop gradient. What stands outside the mask
+# counts for nothing. The value of such a loss says little (on policy it is about 0, whatever there is to
+# learn): what matters is its gradient, so it is the gradient's norm that is logged.
 #
-# Each function stands alone and can be copied alone. That is why the lines of aggregate_loss, and those of the
-# statistics, come again at the end of each.
+# Each function stands alone and can be copied alone. That is why the lines of aggregate_loss, and those of
+# the statistics, come again at the end of each.
 
 
 def aggregate_loss(per_token, mask, mode, constant=None):
-    """One number from per-token losses (B, T) and mask (B, T), bool or float -> (). n_i: tokens in row i of B.
+    """One number from per-token losses (B, T) and mask (B, T), bool or float -> (). n_i: tokens of row i.
 
-        token_mean           sum of all / sum_i n_i           every token of the batch weighs the same (DAPO)
-        seq_mean_token_mean  mean over i of (row sum / n_i)   every episode does: a long one's tokens weigh less
-        seq_mean_token_sum   mean over i of (row sum)         every token does, by a batch's number of episodes
-        constant             sum of all / (B * constant)      every token does, by a fixed number (Dr. GRPO)
+        token_mean           sum of all / sum_i n_i          every token of the batch weighs the same (DAPO)
+        seq_mean_token_mean  mean over i of row sum / n_i    every episode does: a long one's tokens less
+        seq_mean_token_sum   mean over i of row sum          every token does, by the number of episodes
+        constant             sum of all / (B * constant)     every token does, by a fixed number (Dr. GRPO)
 
-    The batch is the optimizer's: an average of averages over parts of it would weigh tokens unequally. The seq_
-    modes average over rows that have a token. Never divide by T, the longest row: it changes with the batch.
-    ValueError for another mode, or for constant without one.
+    The batch is the optimizer's: an average of averages over parts of it would weigh tokens unequally. The
+    seq_ modes average over rows that have a token. Never divide by T, the longest row: it changes with the
+    batch. ValueError for another mode, or for constant without one.
     """
     m = mask.to(per_token.dtype)
     n = m.sum(dim=1, keepdim=True)                                                      # (B, 1)
@@ -372,11 +372,12 @@ def ppo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2,
 
         -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)
 
-    The smaller of the two, whatever the sign of A: a token is clipped, and loses its gradient, only where r has
-    already gone too far in the direction that A pushes. With one optimizer step a batch r is 1 and nothing ever
-    is; from the second minibatch on the clip has work.
+    The smaller of the two, whatever the sign of A: a token is clipped, and loses its gradient, only where r
+    has already gone too far in the direction that A pushes. With one optimizer step a batch r is 1 and
+    nothing ever is; from the second minibatch on the clip has work.
 
-    logp, old_logp, mask (B, T), adv (B,) -> (loss (), {clip_frac: share of tokens clipped, ratio_min, ratio_max})
+    logp, old_logp, mask (B, T), adv (B,) -> (loss (), stats): clip_frac, the share of tokens that are
+    clipped, ratio_min, ratio_max.
     """
     m, A = mask.to(logp.dtype), adv[:, None]                                            # (B, T), (B, 1)
     r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                   # (B, T)
@@ -399,10 +400,10 @@ def gspo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2, agg="
 
         -min(s_i A, clip(s_i, 1 - eps_low, 1 + eps_high) A)       for every token of episode i
 
-    The mean of the log-ratios, not their sum: a product of ratios would leave any band as it gets longer. s moves
-    much less than r, so the paper's band is some 3e-4 wide, for outputs of thousands of tokens; at 0.2 it never
-    clips. Averages over episodes; with agg seq_mean_token_sum each weighs by its length, which is LUSPO (arXiv
-    2602.05261). Shapes as in ppo_policy_loss; clip_frac is the share of episodes, the ratio's range that of s.
+    The mean of the log-ratios, not their sum: a product of ratios would leave any band as it gets longer. s
+    moves much less than r, so the paper's band is some 3e-4 wide, for outputs of thousands of tokens; at 0.2
+    it never clips. Averages over episodes; with agg seq_mean_token_sum each weighs by its length, which is
+    LUSPO (arXiv 2602.05261). Shapes as in ppo_policy_loss; clip_frac and the ratio's range are those of s.
     """
     m, A = mask.to(logp.dtype), adv[:, None]
     log_r = (logp - old_logp).masked_fill(m == 0, 0)
@@ -426,8 +427,8 @@ def cispo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2, agg=
 
         -sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi
 
-    Exactly the tokens that PPO's clip silences keep a gradient here. eps_low = 1: no lower bound, as the paper
-    trains. Shapes as in ppo_policy_loss; clip_frac: tokens outside the band on the side that A pushes to.
+    Exactly the tokens that PPO's clip silences keep a gradient here. eps_low = 1: no lower bound, as the
+    paper trains. Shapes as in ppo_policy_loss; clip_frac: tokens out of the band on the side A pushes to.
     """
     m, A = mask.to(logp.dtype), adv[:, None]                                            # (B, T), (B, 1)
     r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                   # (B, T)
@@ -451,8 +452,8 @@ def gmpo_policy_loss(logp, old_logp, adv, mask, eps_low=0.4, eps_high=0.4, agg="
         m_it = sign(A) min(sign(A) log r, sign(A) clip(log r, -eps_low, eps_high))
         loss = -mean_i A_i exp(mean_t m_it)
 
-    The bounds are on log r. Always a mean over episodes with a token: agg and constant are there for the common
-    signature and do nothing. Shapes as in ppo_policy_loss.
+    The bounds are on log r. Always a mean over episodes with a token: agg and constant are there for the
+    common signature and do nothing. Shapes as in ppo_policy_loss.
     """
     m, A = mask.to(logp.dtype), adv[:, None]
     log_r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20)                     # (B, T)
@@ -494,10 +495,11 @@ def dppo_policy_loss(logp, old_logp, adv, mask, eps_low=0.15, eps_high=0.15, agg
                      constant=None):
     """DPPO (arXiv 2602.04879): a trust region in probabilities, not in ratios (the total-variation form):
 
-        -sg(min(r, 20)) A log pi     where A > 0 and pi - pi_old <= eps_high, or A <= 0 and pi - pi_old >= -eps_low
+        -sg(min(r, 20)) A log pi     where A > 0 and pi - pi_old <= eps_high,
+                                     or A <= 0 and pi - pi_old >= -eps_low;  else 0
 
-    A rare token may double and double again, a likely one may not move by more than eps. Elsewhere 0: a token
-    without a gradient that still counts as one. Shapes as in ppo_policy_loss; clip_frac: tokens left out.
+    A rare token may double and double again, a likely one may not move by more than eps. What is left out
+    has no gradient and still counts as a token. Shapes as in ppo_policy_loss; clip_frac: tokens left out.
     """
     m, A = mask.to(logp.dtype), adv[:, None]                                            # (B, T), (B, 1)
     r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                   # (B, T)
@@ -557,16 +559,16 @@ UPDATE_STATS = ("clip_frac", "approx_kl", "ratio_min", "ratio_max", "entropy", "
 def rl_update(model, optimizer, episodes, cfg, generator, ref_model=None):
     """cfg.epochs passes of cfg.minibatches optimizer steps over the episodes; changes model.
 
-    Gives a dict: UPDATE_STATS over the optimizer steps (nan if there were none) and sec_old, the seconds for the
-    old log-probabilities. FloatingPointError before a step whose loss or gradient is not finite: the weights
-    stay the last good ones.
+    Gives a dict: UPDATE_STATS over the optimizer steps (nan if there were none) and sec_old, the seconds for
+    the old log-probabilities. FloatingPointError before a step whose loss or gradient is not finite: the
+    weights stay the last good ones.
     """
     if not episodes:                            # dynamic sampling or filtering left nothing
         return {**dict.fromkeys(UPDATE_STATS, math.nan), "sec_old": 0.0}
     batch, advantages = collate(episodes), compute_advantages(episodes, cfg)
     if cfg.mask_truncated:                      # overlong filtering (DAPO): in the baseline, not in the loss
         batch["mask"] &= ~torch.tensor([episode["env"].truncated for episode in episodes])[:, None]
-    # pi_old: computed by the trainer's own function, not taken from the sampler, so that r begins at exactly 1
+    # pi_old: computed by the trainer's own function, not taken from the sampler, so that r begins at 1
     started = time.perf_counter()
     with torch.no_grad():
         batch["old_logp"] = token_logps(model, batch, cfg.temperature)                  # (N, T)
@@ -590,9 +592,9 @@ def rl_update(model, optimizer, episodes, cfg, generator, ref_model=None):
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
             if not (torch.isfinite(loss) and torch.isfinite(norm)):
-                raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm.item()}; look at the learning "
-                                         f"rate ({cfg.lr}) and at ratio_max ({stats['ratio_max'].item():.3g})")
-            if adv.any() or ref_model is not None:      # with nothing to learn Adam's momentum would still move
+                raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm.item()}; see learning rate "
+                                         f"{cfg.lr} and ratio_max {stats['ratio_max'].item():.3g}")
+            if adv.any() or ref_model is not None:      # else there is nothing but Adam's momentum to follow
                 optimizer.step()
             stats.update(entropy=entropy, grad_norm=norm)
             steps.append({name: value.item() for name, value in stats.items()})
@@ -604,8 +606,9 @@ def rl_update(model, optimizer, episodes, cfg, generator, ref_model=None):
 # --------------------------------------------------------------------------------------------------
 # The loop
 # --------------------------------------------------------------------------------------------------
-WARMUP_STEPS = 6        # Adam's first steps are of full size in every weight, whatever the gradient's; without a
-                        # gentle start they break one base agent in six or so, which then no longer submits
+# Adam's first steps have full size in every weight, however small the gradient; without a gentle start they
+# break one base agent in six or so, which then runs out of turns and finds nothing to learn from.
+WARMUP_STEPS = 6
 
 
 def train_rl(model, tok, cfg, train_tasks, eval_tasks=None, ref_model=None, env_factory=None, on_step=None):
@@ -618,9 +621,9 @@ def train_rl(model, tok, cfg, train_tasks, eval_tasks=None, ref_model=None, env_
         eval_pass_rate      on eval_tasks, every eval_every steps and after the last; else nan
         sec_sample, sec_update
 
-    ref_model: what the KL term pulls to; if kl_coef > 0 and none is given, a frozen copy of the starting model.
-    on_step(row) is called after each step and ends the training by returning True. ValueError for a cfg that
-    makes no sense.
+    ref_model: what the KL term pulls to; if kl_coef > 0 and none is given, a frozen copy of the starting
+    model. on_step(row) is called after each step and ends the training by returning True. ValueError for a
+    cfg that makes no sense.
     """
     check_config(cfg, len(train_tasks))
     if cfg.kl_coef > 0 and ref_model is None:
@@ -643,8 +646,9 @@ def train_rl(model, tok, cfg, train_tasks, eval_tasks=None, ref_model=None, env_
         row = {"step": step, **behavior_stats(sampled), "episodes": len(sampled),
                "tokens": sum(len(episode["ids"]) for episode in sampled),
                "tokens_trained": sum(len(episode["ids"]) for episode in kept),
-               "zero_adv_frac": mean(all_equal(group) for group in groups), **update, "eval_pass_rate": math.nan,
-               "sec_sample": sampled_at - started, "sec_update": updated_at - sampled_at}
+               "zero_adv_frac": mean(all_equal(group) for group in groups), **update,
+               "eval_pass_rate": math.nan, "sec_sample": sampled_at - started,
+               "sec_update": updated_at - sampled_at}
         if eval_tasks and cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps - 1):
             evaluation = evaluate(model, tok, eval_tasks, cfg.eval_samples, cfg, env_factory)
             row["eval_pass_rate"] = evaluation["pass_rate"]
@@ -655,10 +659,10 @@ def train_rl(model, tok, cfg, train_tasks, eval_tasks=None, ref_model=None, env_
 
 
 def evaluate(model, tok, tasks, n_samples, cfg, env_factory=None, keep=None):
-    """behavior_stats over n_samples episodes a task, sampled at cfg.temperature in the gym that cfg describes.
+    """behavior_stats over n_samples episodes a task, sampled at cfg.temperature in the gym of cfg.
 
-    The same cfg.seed gives the same stream of chance, whatever was trained before. keep: a list that gets the
-    episodes.
+    The same cfg.seed gives the same stream of chance, whatever was trained before. keep: a list that gets
+    the episodes.
     """
     episodes = sample_groups(model, tok, tasks, n_samples, cfg, step_generator(cfg.seed, -1), env_factory)
     if keep is not None:
@@ -671,7 +675,7 @@ def evaluate(model, tok, tasks, n_samples, cfg, env_factory=None, keep=None):
 # --------------------------------------------------------------------------------------------------
 
 def add_config_flags(parser):
-    """A flag for each field of RLConfig but the callable; one that is not given leaves no trace in the result."""
+    """A flag for each field of RLConfig but the callable; one that is not given leaves no trace."""
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a name"}
 
     def reader(field):
@@ -744,7 +748,7 @@ def main():
     parser.add_argument("--save", metavar="FILE", help="write the trained model")
     parser.add_argument("--log", metavar="FILE", help="write configuration and history, a JSON object a line")
     parser.add_argument("--threads", type=int, default=1, metavar="N",
-                        help="torch threads (default 1; two are faster on an idle machine, slower on a busy one)")
+                        help="torch threads (default 1; two are faster on an idle machine only)")
     parser.add_argument("--quiet", action="store_true", help="print the final tables only")
     parser.add_argument("--bench", action="store_true", help="measure the speed of training instead")
     args = parser.parse_args()
@@ -804,7 +808,7 @@ def run(args, cfg, tok, model, log):
                 + f"{time.perf_counter() - started:9.1f}")
         return bool(interrupted)
 
-    def on_interrupt(*_):       # the step is finished first, so that the model is whole; a second Ctrl-C is not
+    def on_interrupt(*_):           # the step is finished first, the model is whole; a second ends at once
         interrupted.append(True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -860,8 +864,8 @@ def matrix_rate():
 def bench(model, tok, cfg):
     """Trains without evaluation and prints where the time goes and how near to the machine's limit that is.
 
-    Useful work: 2 operations for each parameter and token forwards, 4 backwards. A token is sampled (2), gets an
-    old log-probability (2) and is trained on (6); padding is not counted.
+    Useful work: 2 operations for each parameter and token forwards, 4 backwards. A token is sampled (2), gets
+    an old log-probability (2) and is trained on (6); padding is not counted.
     """
     rate, started = matrix_rate(), time.perf_counter()
     history = train_rl(model, tok, replace(cfg, eval_every=0), TRAIN_TASKS)
@@ -877,11 +881,11 @@ def bench(model, tok, cfg):
     for name, part in phases.items():
         print(f"  {name:14}{part:7.2f} s{part / seconds:7.1%}")
     policy_tokens = sum(row["episodes"] * row["policy_tokens"] for row in history)
-    print(f"  a second: {total('episodes') / seconds:.0f} episodes, {policy_tokens / seconds:.0f} policy tokens, "
-          f"{total('tokens') / seconds:.0f} tokens")
+    print(f"  a second: {total('episodes') / seconds:.0f} episodes, {policy_tokens / seconds:.0f} policy "
+          f"tokens, {total('tokens') / seconds:.0f} tokens")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     work = parameters * (2 * total("tokens") + (2 + 6 * cfg.epochs) * total("tokens_trained")) / seconds
-    print(f"  useful work {work / 1e9:.1f} GFLOP/s, {work / rate:.2f} of the matrix product's {rate / 1e9:.0f}")
+    print(f"  useful work {work / 1e9:.1f} GFLOP/s, {work / rate:.2f} of a matrix product's {rate / 1e9:.0f}")
     try:
         import resource
         unit = 2 ** 20 if sys.platform == "darwin" else 2 ** 10

@@ -816,7 +816,9 @@ class TestUpdate(unittest.TestCase):
                 self.assertLess((p.grad - g).abs().max(), 1e-6)
             norm = math.sqrt(sum((g ** 2).sum().item() for g in expected))
             self.assertAlmostEqual(stats["grad_norm"], norm, places=4)
-            self.assertEqual((stats["clip_frac"], stats["ratio_min"], stats["ratio_max"]), (0, 1, 1))
+            self.assertEqual(stats["clip_frac"], 0)
+            for name in ("ratio_min", "ratio_max"):         # rounding: rows come in another order
+                self.assertAlmostEqual(stats[name], 1, delta=1e-5)
 
     def test_the_second_minibatch_can_be_clipped_and_only_where_A_pushed(self):
         model, episodes = rl_base(), some_episodes(6, 8)
@@ -996,7 +998,7 @@ class TestSampling(unittest.TestCase):
             return math.nan
         def broken(env):
             return env.nosuch
-        for reward, words in ((nan, "nan returned nan"), (broken, "broken failed")):
+        for reward, words in ((nan, "function nan returned nan"), (broken, "function broken failed")):
             with self.assertRaisesRegex(RuntimeError, words):
                 some_episodes(1, 2, model=fresh_policy(), cfg=RLConfig(reward=reward))
 
@@ -1099,7 +1101,7 @@ class TestCommandLine(unittest.TestCase):
     def setUpClass(cls):
         cls.dir = tempfile.mkdtemp()
         cls.model = os.path.join(cls.dir, "model.pt")
-        grpo.save_model(rl_base(), TOK, RLConfig(), cls.model)
+        agent.save_policy(rl_base(), TOK, {}, cls.model)
 
     def path(self, name):
         return os.path.join(self.dir, name)
@@ -1166,7 +1168,7 @@ class TestCommandLine(unittest.TestCase):
             lines = [json.loads(line, parse_constant=self.fail) for line in file]
         self.assertEqual(lines[0]["config"]["kl_coef"], 0.1)
         self.assertEqual([line["step"] for line in lines[1:]], [0, 1])
-        model = grpo.load_model(TOK, saved)
+        model = agent.load_policy(TOK, saved)
         self.assertFalse(all(torch.equal(a, b) for a, b in zip(model.parameters(), rl_base().parameters())))
         status, out, _ = run_main(grpo, "--init", saved, "--quiet", *SMALL)
         self.assertEqual(status, 0)
@@ -1196,7 +1198,7 @@ class TestCommandLine(unittest.TestCase):
         with open(log) as file:
             rows = [json.loads(line) for line in file]
         self.assertRegex(out, rf"stopped after {len(rows) - 1} of 5000 steps")
-        grpo.load_model(TOK, saved)
+        agent.load_policy(TOK, saved)
 
     def test_a_full_disk_costs_nothing_that_was_written(self):
         if not os.path.exists("/dev/full"):
@@ -1212,14 +1214,14 @@ class TestCommandLine(unittest.TestCase):
                                     "--steps", "9", "--prompts_per_step", "4", "--eval_every", "0")
         self.assertEqual(status, 1)
         self.assertRegex(err, r"stopped at step \d+: .*learning rate")
-        model = grpo.load_model(TOK, saved)
+        model = agent.load_policy(TOK, saved)
         self.assertTrue(all(torch.isfinite(p).all() for p in model.parameters()))
 
     def test_bench(self):
         status, out, _ = run_main(grpo, "--init", self.model, "--bench", "--steps", "2")
         self.assertEqual(status, 0)
         for words in ("sampling", "old log-probs", "update", "the rest", "policy tokens", "GFLOP/s",
-                      "peak memory", "1 torch thread"):
+                      "peak memory", "torch threads: 1"):
             self.assertIn(words, out)
 
     def test_elsewhere_optimised_and_with_warnings_as_errors(self):
