@@ -1,13 +1,13 @@
 """Grids of runs over seeds, as plain tables: what a difference between two runs is worth.
 
-Read variants.py first. Every arm of a grid is trained from the same base agents on the same seeds, so arms
-are compared pair by pair. Finished runs are kept in --out: a second call with the same file runs only what
-is missing.
+Read variants.py first; sections, figures and exercises are those of the chapter that this code belongs to.
+Every arm of a grid is trained from the same base agents on the same seeds, so arms are compared pair by
+pair. Finished runs are kept in --out: a second call with the same file runs only what is missing.
 
     python ablate.py --list                                    the grids, their runs, about how long
     python ablate.py                                           the grid `arms` on three seeds
     python ablate.py settings --seeds 5 --out runs.jsonl       another grid; killed, it goes on where it was
-    python ablate.py arms --seeds 10 --lr 5e-4 --plot figures  any field of RLConfig, for all arms; figures
+    python ablate.py arms --seeds 10 --lr 5e-4 --plot figures  a field of RLConfig for all arms without it
 """
 import hashlib
 import json
@@ -18,16 +18,16 @@ import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 
 import numpy
 import torch
 
 from agent import build_tokenizer, collate, token_logps
-from env import FUNCTION_NAMES, TRAIN_TASKS, fail, one_line_parser, randomize_names, seed_list
-from grpo import (RLConfig, add_config_flags, all_equal, behavior_stats, evaluate, given_fields, make_env,
-                  mean, rl_update, sample_groups, sample_step, step_generator, usable_config)
+from env import TRAIN_TASKS, fail, one_line_parser, randomize_names, seed_list
+from grpo import (RLConfig, add_config_flags, all_equal, evaluate, given_fields, make_env, mean, rl_update,
+                  sample_groups, sample_step, step_generator, usable_config)
 from variants import VARIANTS, base_weights, cores, late, load_weights, train_and_evaluate
 
 # --------------------------------------------------------------------------------------------------
@@ -43,8 +43,8 @@ def informed(n):
     return dict(base=["random", "blind"] * n + ["oracle"])
 
 
-ARM_COLUMNS = ["late reward", "held-out", "reads", "first ok", "tokens", "clip %", "zero adv", "eps/step",
-               "eps to .8"]
+ARM_COLUMNS = ["late reward", "held-out", "reads", "first ok", "tokens", "clip %", "zero adv", "episodes",
+               "epis. to .8"]
 GRIDS = {
     "arms": dict(
         what="section 9.6: one field of the default changed at a time", steps=40, columns=ARM_COLUMNS,
@@ -67,15 +67,15 @@ GRIDS = {
     "variants": dict(
         what="section 9.5 and since: every preset", steps=40,
         columns=["late reward", "held-out", "read 1st", "reads", "tokens", "clip %", "kl_ref", "entropy",
-                 "eps/step"],
+                 "episodes"],
         arms=VARIANTS),
     "groups": dict(
         what="section 9.7: attempts against tasks at 64 episodes", steps=80,
         arms={"default": {}}, columns=[]),
     "zero": dict(
         what="section 9.7: groups of equal rewards kept, dropped, or replaced", steps=80,
-        columns=["late reward", "held-out", "zero early", "zero late", "eps early", "eps late", "eps to .8",
-                 "steps to .8"],
+        columns=["late reward", "held-out", "zero early", "zero late", "epis. early", "epis. late",
+                 "epis. to .8",                 "steps to .8"],
         arms={"kept": {}, "dropped": dict(filter_zero_adv=True), "replaced": dict(dynamic_sampling=True)}),
     "length": dict(
         what="section 9.7: lengths of passes and failures by aggregation", steps=40,
@@ -121,9 +121,9 @@ def until(run, what):
     return math.nan
 
 
-# heading -> a number of a run, decimals. `late`: the last ten steps of training; held-out, train, reads,
-# first ok, edits and turns: 8 episodes a task after training (reads and so on of the held-out ones); the
-# rest are means over all steps
+# heading -> a number of a run, decimals. train, first ok tr: 8 episodes of each training task after training;
+# held-out, read 1st, reads, first ok, edits: the same of held-out tasks; late: the last ten or twenty steps;
+# early: the first ten; to .8: see until(); base: before training; the rest, turns and tokens too: all steps
 COLUMNS = {
     "late reward": (lambda run: late(run["history"], "reward"), 2),
     "train": (at_end("train", "pass_rate"), 2), "held-out": (at_end("heldout", "pass_rate"), 2),
@@ -137,12 +137,12 @@ COLUMNS = {
     "tokens fail": (over_steps("policy_tokens_fail"), 1),
     "clip %": (lambda run: 100 * over_steps("clip_frac")(run), 2), "kl_ref": (over_steps("kl_ref"), 2),
     "entropy": (over_steps("entropy"), 2),
-    "zero adv": (over_steps("zero_adv_frac"), 2), "eps/step": (over_steps("episodes"), 0),
+    "zero adv": (over_steps("zero_adv_frac"), 2), "episodes": (over_steps("episodes"), 0),
     "zero early": (lambda run: mean(row["zero_adv_frac"] for row in run["history"][:10]), 2),
     "zero late": (lambda run: late(run["history"], "zero_adv_frac", 20), 2),
-    "eps early": (lambda run: mean(row["episodes"] for row in run["history"][:10]), 0),
-    "eps late": (lambda run: late(run["history"], "episodes", 20), 0),
-    "eps to .8": (lambda run: until(run, "episodes"), 0),
+    "epis. early": (lambda run: mean(row["episodes"] for row in run["history"][:10]), 0),
+    "epis. late": (lambda run: late(run["history"], "episodes", 20), 0),
+    "epis. to .8": (lambda run: until(run, "episodes"), 0),
     "steps to .8": (lambda run: until(run, "steps"), 0),
     "base reads": (at_end("before", "read_first"), 2),
     "base right": (at_end("before", "read_then_right"), 2),
@@ -162,7 +162,7 @@ def training_names_env(task, cfg, rng):
     renamed = randomize_names(task, rng)
     while renamed["issue"][2] not in allowed:
         renamed = randomize_names(task, rng)
-    return make_env(renamed, RLConfig(**{**asdict(cfg), "rename": False}), rng)
+    return make_env(renamed, replace(cfg, rename=False), rng)
 
 
 def run_one(job, weights):
@@ -174,13 +174,13 @@ def run_one(job, weights):
     tok, cfg = build_tokenizer(), RLConfig(**job["config"])
     if job["grid"] == "gspo":
         return {"pairs": sequence_ratios(load_weights(tok, weights), tok, cfg)}
-    before = evaluate(load_weights(tok, weights), tok, TRAIN_TASKS, 16, cfg)
     if job["grid"] == "groups":
         trained = []
         train_and_evaluate(weights, cfg, keep_model=trained)
         policies = {"RL base": load_weights(tok, weights), "trained": trained[0]}
         return {name: informative_groups(model, tok, cfg) for name, model in policies.items()}
     factory = training_names_env if job["names"] == "training" else None
+    before = evaluate(load_weights(tok, weights), tok, TRAIN_TASKS, 16, cfg)
     return {**train_and_evaluate(weights, cfg, factory, make_env), "before": before}
 
 
@@ -197,7 +197,7 @@ def informative_groups(model, tok, cfg, draws=10):
     for G in (4, 8, 16):
         differ = []
         for draw in range(draws):
-            part = RLConfig(**{**asdict(cfg), "group_size": G, "prompts_per_step": 64 // G})
+            part = replace(cfg, group_size=G, prompts_per_step=64 // G)
             _, episodes = sample_step(model, tok, part, TRAIN_TASKS, step_generator(cfg.seed, -100 - draw))
             differ += [not all_equal(episodes[i:i + G]) for i in range(0, 64, G)]
         rows.append([G, mean(differ), mean(1 - p ** G - (1 - p) ** G for p in rates), 64 // G])
@@ -211,7 +211,7 @@ def sequence_ratios(model, tok, cfg):
     Each step: sample, update on one half of the episodes, and compare the other half before and after.
     """
     optimizer, pairs = torch.optim.Adam(model.parameters(), lr=cfg.lr, betas=(0.9, 0.95)), []
-    half = RLConfig(**{**asdict(cfg), "minibatches": 1})
+    one_step = replace(cfg, minibatches=1)
     for step in range(cfg.steps):
         generator = step_generator(cfg.seed, step)
         episodes, _ = sample_step(model, tok, cfg, TRAIN_TASKS, generator)
@@ -219,7 +219,7 @@ def sequence_ratios(model, tok, cfg):
         batch = collate(episodes[middle:])
         with torch.no_grad():
             old = token_logps(model, batch)
-        rl_update(model, optimizer, episodes[:middle], half, generator)
+        rl_update(model, optimizer, episodes[:middle], one_step, generator)
         with torch.no_grad():
             log_r = token_logps(model, batch) - old                       # (B, T), 0 off the mask
         n = batch["mask"].sum(dim=1)
@@ -349,7 +349,7 @@ def run_grid(jobs, n_jobs, out=None):
         failed.append(("-", "-", "a worker process died (out of memory?)"))
     finally:
         for process in list((pool._processes or {}).values()) if interrupted else []:
-            process.terminate()
+            process.terminate()                 # there is no public way to stop runs that have begun
         pool.shutdown(wait=not interrupted, cancel_futures=True)
     show_progress(finished, len(todo), 0, started)
     print(file=sys.stderr)
@@ -498,7 +498,7 @@ def print_sequence_ratios(done, seeds):
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#999999"
 
 
-def plot(grid, done, seeds, folder):
+def plot(grid, arms, done, seeds, folder):
     """Figure 9.1 for the grid settings, 9.2 and 9.3 for arms; gives the files written."""
     try:
         import matplotlib
@@ -509,7 +509,7 @@ def plot(grid, done, seeds, folder):
               file=sys.stderr)
         return []
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    arms = {arm: [done[arm, seed] for seed in seeds if (arm, seed) in done] for arm in GRIDS[grid]["arms"]}
+    arms = {arm: [done[arm, seed] for seed in seeds if (arm, seed) in done] for arm in arms}
     arms = {arm: runs for arm, runs in arms.items() if runs}
     figures = {"settings": {"settings.png": plot_settings},
                "arms": {"arms.png": plot_curves, "sampling.png": plot_sampling}}.get(grid, {})
@@ -538,7 +538,8 @@ def plot_settings(plt, arms):
             values = [run["heldout"][column] for run in arms[arm]]
             axis.barh(y, mean(values), color=BLUE if arm.startswith("RL") else GREY, height=0.6)
             axis.plot(values, [y] * len(values), "o", color="black", markersize=3, alpha=0.6)
-        axis.axvline(0.2, color=ORANGE, linewidth=1, linestyle=":")
+        if column != "read_first":
+            axis.axvline(0.2, color=ORANGE, linewidth=1, linestyle=":")
         axis.set(xlim=(0, 1.02), xlabel=label, yticks=range(len(order)), yticklabels=order)
     axes[0].invert_yaxis()
     axes[2].text(0.22, -0.42, "guess", color=ORANGE, fontsize=8)
@@ -596,8 +597,9 @@ def list_grids(n_seeds, n_jobs):
     print(f"{'grid':10}{'arms':>5}{'runs':>6}{'about':>8}   on {n_seeds} seeds and {n_jobs} processes")
     for name, grid in GRIDS.items():
         runs = len(grid["arms"]) * n_seeds
-        extra = sum("base" in arm for arm in grid["arms"].values())
-        seconds = (runs * (0.11 * grid["steps"] + 1) + n_seeds * 8 * (1 + extra)) / n_jobs
+        bases = len({str(arm.get("base")) for arm in grid["arms"].values()})
+        # seconds of a step, a run's evaluations and a base agent, on the machine of the README's figures
+        seconds = (runs * (0.12 * grid["steps"] + 1) + n_seeds * 10 * bases) / n_jobs
         print(f"{name:10}{len(grid['arms']):5}{runs:6}{seconds:6.0f} s   {grid['what']}")
 
 
@@ -649,7 +651,7 @@ def report(args, arms, jobs):
     elif done:
         print_arms(args.grid, done,
                    [arm for arm in arms if any((arm, seed) in done for seed in args.seeds)], args.seeds)
-    for file in plot(args.grid, done, args.seeds, args.plot) if args.plot and done else []:
+    for file in plot(args.grid, arms, done, args.seeds, args.plot) if args.plot and done else []:
         print(f"figure {file}")
     for arm, seed, error in failed:
         print(f"failed: arm {arm}, seed {seed}: {error}", file=sys.stderr)

@@ -3,8 +3,8 @@
 Read env.py first. An episode is one sequence of token ids in which the environment and the policy take
 turns. Only what the policy sampled is ever trained on, so a mask goes with the ids:
 
-    words  issue : leap is wrong  <call> read <end>  def leap ( n ) : ...  <call> edit widen <end>  ok ...
-    mask     0   0  0   0   0       1     1    1      0   0  0 0 0 0         1     1     1     1     0
+    words  issue : leap is wrong  <call> read <end>  def leap ( n ) : ...  <call> edit or_to_and <end>  ok ...
+    mask     0   0  0   0   0       1     1    1      0   0  0 0 0 0         1     1       1       1     0
 
     python agent.py                 trains both base agents for seeds 0 to 4 and prints what they do
     python agent.py --seeds 1       for seed 0 alone
@@ -30,7 +30,8 @@ MAX_EPISODE_TOKENS = 2048   # no BugFix episode comes near; an environment that 
 def build_tokenizer():
     """word -> id, a plain dict with every word that a BugFix environment or a policy can say."""
     words = ["<call>", "<end>"] + CALLS + OPS + FUNCTION_NAMES
-    words += ["issue", ":", "is", "wrong", "ok", "pass", "fail", "refused", "malformed", "truncated", "+"]
+    words += ["issue", ":", "is", "wrong", "ok", "pass", "fail", "refused", "malformed", "truncated"]
+    words += ["+"]                                      # which only the op widen writes
     words += sorted({word for task in TASKS for word in source_words(task["source"])} - set(words))
     return {word: i for i, word in enumerate(words)}
 
@@ -105,10 +106,10 @@ class Policy(nn.Module):
         return torch.log_softmax(hidden @ self.words.weight.T / temperature, dim=-1)
 
 
-def attention(q, k, v, hidden_from):
-    """softmax(q k' / sqrt(d)) v -> (B, T, H * d). q (B, H, T, d), k and v (B, H, S, d); hidden_from, (T, S)
+def attention(q, k, v, attn_mask):
+    """softmax(q k' / sqrt(d)) v -> (B, T, H * d). q (B, H, T, d), k and v (B, H, S, d); attn_mask, (T, S)
     or (B, 1, T, S), is -inf where q may not look. At this size a CPU runs it faster than the fused kernel."""
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2) + hidden_from
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2) + attn_mask
     return (scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2)
 
 
@@ -214,8 +215,8 @@ def rollout_batch(model, tok, envs, generator, temperature=1.0):
 
 
 def first_edit(episode):
-    """{read_before, right} of the first edit that was applied, None if there is none. What is right FIX_OP
-    says, by the task's original name, which a renamed task keeps."""
+    """{read_before, right} of the first edit that was applied, None if there is none. right: it is the
+    task's FIX_OP, looked up by the original name, which a renamed task keeps."""
     env = episode["env"]
     if not getattr(env, "edits", None):
         return None
@@ -226,7 +227,10 @@ def first_edit(episode):
 
 def run_unseen(model, unseen, ends, cache):
     """Runs the model on each row's unseen ids (lists; they end at token ends[row] of the episode), writing
-    their keys and values to the cache (layers, 2, B, H, S, d). Gives each row's last hidden state, (B, D)."""
+    their keys and values to the cache (layers, 2, B, H, S, d). Gives each row's last hidden state, (B, D).
+
+    The packed tokens (N) are written to their places in the cache, then padded to (B, widest) for attention.
+    """
     B, new, S = len(unseen), torch.tensor([len(ids) for ids in unseen]), max(ends)
     widest = int(new.max())
     row = torch.repeat_interleave(torch.arange(B), new)               # (N,) the episode of each packed token
@@ -234,9 +238,9 @@ def run_unseen(model, unseen, ends, cache):
     nth = torch.arange(len(row)) - (last - new + 1)[row]              # (N,) its number among the row's unseen
     past = torch.tensor(ends) - new                                   # (B,) tokens already in the cache
     place = past[row] + nth                                           # (N,) its place in the episode
-    # the row's j-th unseen token sees the places up to its own; what the cache holds beyond is from nobody
+    # the row's j-th unseen token sees the places up to its own; beyond, the row's cache is zeros or of no use
     beyond = torch.arange(S) > (past[:, None] + torch.arange(widest))[:, :, None]       # (B, widest, S)
-    hidden_from = torch.zeros(B, 1, widest, S).masked_fill_(beyond[:, None], float("-inf"))
+    attn_mask = torch.zeros(B, 1, widest, S).masked_fill_(beyond[:, None], float("-inf"))
 
     def attend(layer, qkv):
         q, k, v = qkv.view(len(row), 3, model.heads, -1).unbind(dim=1)                  # (N, H, d)
@@ -244,10 +248,10 @@ def run_unseen(model, unseen, ends, cache):
         cache[layer, 1, row, :, place] = v
         keys, values = cache[layer, :, :, :, :S]                                        # (B, H, S, d)
         if widest == 1:
-            return attention(q[:, :, None], keys, values, hidden_from)[:, 0]
+            return attention(q[:, :, None], keys, values, attn_mask)[:, 0]
         queries = q.new_zeros(B, model.heads, widest, q.shape[2])
         queries[row, :, nth] = q
-        return attention(queries, keys, values, hidden_from)[row, nth]
+        return attention(queries, keys, values, attn_mask)[row, nth]
 
     return model(torch.tensor([i for ids in unseen for i in ids]), attend)[last]
 
@@ -393,13 +397,14 @@ def load_policy(tok, path):
     model = Policy(len(tok))
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu")
-        if saved["words"] != list(tok):
-            raise ValueError("its words are not this tokenizer's")
+        words = saved["words"]
         model.load_state_dict(saved["model"])
     except OSError:
         raise
     except Exception as error:      # a file that is none of ours fails in torch in many ways
         raise ValueError(f"not a policy that was saved here ({type(error).__name__})") from error
+    if words != list(tok):
+        raise ValueError("a policy with another tokenizer's words")
     return model
 
 

@@ -7,7 +7,7 @@ rest of the project is about.
 
     python env.py                               the oracle plays one task, then the best blind op sequences
     python env.py --task leap                   the same with another task
-    python env.py --task leap --ops or_to_and   apply these ops without looking, then grade
+    python env.py --task leap --ops or_to_and   show the source, apply these ops, submit
 """
 import argparse
 import itertools
@@ -50,11 +50,10 @@ def source_words(source):
 # --------------------------------------------------------------------------------------------------
 # Tasks
 # --------------------------------------------------------------------------------------------------
-# Six tasks to a family: four to train on, then two held out. Each bug can be seen in its source alone, by a
-# rule of Python or of arithmetic and never by the function's name:
+# Six tasks to a family: four to train on, then two held out. Each bug can be told from its source, never from
+# its name: most by a rule of Python or of arithmetic, a few by what such code usually means.
 #
-#   wrong_or     `lo < x or x < hi` is true of every x;
-#                `b != 0 or a % b` divides by the zero it meant to avoid
+#   wrong_or     `lo < x or x < hi` is true of every x; `b > 0 or a % b` may divide by the 0 it asks about
 #   wrong_and    `x == a and x == b` is never true; `len(xs) and 1` is no default
 #   wrong_div    `n // 2 == 0` asks for a remainder; so does an index that should wrap round
 #   wrong_mod    sum % len is no mean, and len % 2 is no middle
@@ -64,8 +63,8 @@ def source_words(source):
 # where it is right, and the op for that word would break it. `leap` has a right % beside its wrong `or`,
 # `average` a right `or` beside its wrong %. No order of preference among the five words answers all thirty.
 #
-# A test is (arguments, expected result). Visible tests are what the agent's `test` call runs, and a few of
-# them are weak (they pass on the buggy source), as tests are; hidden tests grade.
+# A test is (arguments, expected result). Visible tests are what the agent's `test` call runs; those of eight
+# tasks are weak, as tests are: they pass on the buggy source. Hidden tests grade.
 TASKS = [
     # wrong_or: repaired by or_to_and
     dict(name="between", family="wrong_or",
@@ -339,10 +338,7 @@ class EditBudgetEnv(BugFixEnv):
 # --------------------------------------------------------------------------------------------------
 
 def random_play(task, rng):
-    """Calls at random, mostly edits; may read, and takes nothing from it.
-
-    May end without a submit (truncated).
-    """
+    """Calls at random, an edit or a submit twice as often as a read or a test; may never come to a submit."""
     calls = []
     while len(calls) < 6 and calls[-1:] != [["submit"]]:
         kind = rng.choices(CALLS, weights=(2, 2, 4, 4))[0]
@@ -360,6 +356,7 @@ def oracle_play(task, rng):
     return [["read"], ["edit", FIX_OP[task["name"]]], ["test"], ["submit"]]
 
 
+# the players, all called with (task, rng); calls do not depend on observations
 PLAYS = {"random": random_play, "blind": blind_play, "oracle": oracle_play}
 
 

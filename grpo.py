@@ -2,7 +2,7 @@
 
 Read env.py and agent.py first; then this file, top to bottom, is the algorithm. What PPO needs a critic for,
 GRPO takes from a group of attempts at the same task: an attempt is good if it did better than its siblings
-(DeepSeekMath, arXiv 2402.03300). Every published variant is a setting of the same loop; RLConfig lists the
+(DeepSeekMath, arXiv 2402.03300). The published variants are settings of the same loop; RLConfig lists the
 settings, variants.py names the variants.
 
     python grpo.py                                     learns to read before it edits: 80 steps
@@ -50,14 +50,16 @@ class RLConfig:
     baseline: str = "group_mean"        # group_mean | leave_one_out | length_weighted
     scale: str = "group_std"            # group_std | none | batch_std | group_mean
     # policy loss
-    ratio_level: str = "token"          # token | sequence | cispo | gmpo | sapo | dppo | none
+    ratio_level: str = "token"          # token | sequence | cispo | gmpo | sapo | dppo | none; their papers'
+                                        # eps and agg differ too: take a preset of variants.py
     eps_low: float = 0.2                # clip range below; no effect with ratio_level sapo and none
     eps_high: float = 0.2               # clip range above; likewise
     agg: str = "token_mean"             # token_mean | seq_mean_token_mean | seq_mean_token_sum | constant;
                                         # no effect with ratio_level gmpo
     agg_constant: Optional[float] = None        # with agg constant, which needs it: tokens an episode
     # staying near a reference policy
-    kl_coef: float = 0.0                # weight of the KL term in the loss; 0: no reference model is run
+    kl_coef: float = 0.0                # weight of the KL term, a mean over policy tokens whatever agg is;
+                                        # 0: no reference model is run
     kl_kind: str = "k3"                 # k1 | k2 | k3; no effect with kl_coef 0
     # which episodes are used
     dynamic_sampling: bool = False      # keep groups whose rewards differ, sample more to fill the batch
@@ -179,9 +181,10 @@ def reward_of(env, reward):
 def sample_step(model, tok, cfg, train_tasks, generator, env_factory=None):
     """The episodes of one step: (kept, sampled). What is trained on, and what it cost.
 
-    Dynamic sampling (DAPO, arXiv 2503.14476) drops groups whose rewards are all equal, whose advantages are
-    zero, and samples further tasks until prompts_per_step groups are kept or max_sample_rounds is reached;
-    then it trains on what it has. Without a cap, a policy that always passes would be sampled for ever.
+    Dynamic sampling (DAPO, arXiv 2503.14476) drops groups whose rewards, before any overlong penalty, are all
+    equal: they say nothing about the task. It samples further tasks until prompts_per_step groups are kept or
+    max_sample_rounds is reached, then trains on what it has. Without a cap, a policy that always passes would
+    be sampled for ever.
     """
     rng, size = python_rng(generator), cfg.group_size
     order, kept, sampled = [], [], []
@@ -335,6 +338,10 @@ def kl_penalty(logp, ref_logp, kind):
 # --------------------------------------------------------------------------------------------------
 # Losses
 # --------------------------------------------------------------------------------------------------
+# Raising log pi of the tokens of episodes that did better than their group (A > 0) and lowering it for the
+# others raises the expected reward: that is the policy gradient. The losses below are this, with brakes for
+# when pi is no longer the pi_old that sampled.
+#
 # All are minimised. In every loss:  r = pi / pi_old of a token, its log clamped to +-20 before exp;  A = the
 # episode's advantage, the same for all its tokens;  sg() = stop gradient. What stands outside the mask
 # counts for nothing. The value of such a loss says little (on policy it is about 0, whatever there is to
@@ -349,8 +356,8 @@ def aggregate_loss(per_token, mask, mode, constant=None):
 
         token_mean           sum of all / sum_i n_i          every token of the batch weighs the same (DAPO)
         seq_mean_token_mean  mean over i of row sum / n_i    every episode does: a long one's tokens less
-        seq_mean_token_sum   mean over i of row sum          every token does, by the number of episodes
-        constant             sum of all / (B * constant)     every token does, by a fixed number (Dr. GRPO)
+        seq_mean_token_sum   mean over i of row sum          every token weighs 1 / number of episodes
+        constant             sum of all / (B * constant)     every token weighs that, fixed (Dr. GRPO)
 
     The batch is the optimizer's: an average of averages over parts of it would weigh tokens unequally. The
     seq_ modes average over rows that have a token. Never divide by T, the longest row: it changes with the
@@ -373,8 +380,8 @@ def ppo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2,
         -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)
 
     The smaller of the two, whatever the sign of A: a token is clipped, and loses its gradient, only where r
-    has already gone too far in the direction that A pushes. With one optimizer step a batch r is 1 and
-    nothing ever is; from the second minibatch on the clip has work.
+    has already gone too far in the direction that A pushes. With one optimizer step a batch r is 1 and no
+    token is ever clipped; from the second minibatch on the clip has work.
 
     logp, old_logp, mask (B, T), adv (B,) -> (loss (), stats): clip_frac, the share of tokens that are
     clipped, ratio_min, ratio_max.
@@ -383,7 +390,7 @@ def ppo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2,
     r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                   # (B, T)
     free, held = r * A, r.clamp(1 - eps_low, 1 + eps_high) * A
     per_token, clipped = -torch.minimum(free, held), free > held
-    n = m.sum(dim=1, keepdim=True)                                      # from here on as in aggregate_loss
+    n = m.sum(dim=1, keepdim=True)                      # to the loss: aggregate_loss; then the statistics
     rows = (n > 0).to(m.dtype).sum().clamp(min=1)
     divisor = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
                "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}[agg]
@@ -401,9 +408,9 @@ def gspo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2, agg="
         -min(s_i A, clip(s_i, 1 - eps_low, 1 + eps_high) A)       for every token of episode i
 
     The mean of the log-ratios, not their sum: a product of ratios would leave any band as it gets longer. s
-    moves much less than r, so the paper's band is some 3e-4 wide, for outputs of thousands of tokens; at 0.2
-    it never clips. Averages over episodes; with agg seq_mean_token_sum each weighs by its length, which is
-    LUSPO (arXiv 2602.05261). Shapes as in ppo_policy_loss; clip_frac and the ratio's range are those of s.
+    moves much less than r, so the paper's band reaches 3e-4 to each side, for outputs of thousands of tokens;
+    at 0.2 it never clips. Averages over episodes; with agg seq_mean_token_sum each weighs by its length, and
+    it is LUSPO (arXiv 2602.05261). Shapes as in ppo_policy_loss; clip_frac and the ratio's range are of s.
     """
     m, A = mask.to(logp.dtype), adv[:, None]
     log_r = (logp - old_logp).masked_fill(m == 0, 0)
@@ -427,14 +434,14 @@ def cispo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2, agg=
 
         -sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi
 
-    Exactly the tokens that PPO's clip silences keep a gradient here. eps_low = 1: no lower bound, as the
-    paper trains. Shapes as in ppo_policy_loss; clip_frac: tokens out of the band on the side A pushes to.
+    Exactly the tokens that PPO's clip silences keep a gradient here. The paper trains with no lower bound,
+    which is eps_low = 1. Shapes as in ppo_policy_loss; clip_frac: tokens out of the band where A pushes.
     """
     m, A = mask.to(logp.dtype), adv[:, None]                                            # (B, T), (B, 1)
     r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                   # (B, T)
     weight = r.detach().clamp(1 - eps_low, 1 + eps_high)
     per_token, clipped = -weight * A * logp, r * A > weight * A
-    n = m.sum(dim=1, keepdim=True)                                      # from here on as in aggregate_loss
+    n = m.sum(dim=1, keepdim=True)                      # to the loss: aggregate_loss; then the statistics
     rows = (n > 0).to(m.dtype).sum().clamp(min=1)
     divisor = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
                "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}[agg]
@@ -480,7 +487,7 @@ def sapo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2,
     r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                   # (B, T)
     tau = torch.where(A > 0, torch.full_like(A, tau_pos), torch.full_like(A, tau_neg))
     per_token, clipped = -4 / tau * torch.sigmoid(tau * (r - 1)) * A, torch.zeros_like(m)
-    n = m.sum(dim=1, keepdim=True)                                      # from here on as in aggregate_loss
+    n = m.sum(dim=1, keepdim=True)                      # to the loss: aggregate_loss; then the statistics
     rows = (n > 0).to(m.dtype).sum().clamp(min=1)
     divisor = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
                "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}[agg]
@@ -506,7 +513,7 @@ def dppo_policy_loss(logp, old_logp, adv, mask, eps_low=0.15, eps_high=0.15, agg
     moved = (logp.exp() - old_logp.exp()).detach()
     clipped = torch.where(A > 0, moved > eps_high, moved < -eps_low)
     per_token = -r.detach().clamp(max=20) * A * logp * ~clipped
-    n = m.sum(dim=1, keepdim=True)                                      # from here on as in aggregate_loss
+    n = m.sum(dim=1, keepdim=True)                      # to the loss: aggregate_loss; then the statistics
     rows = (n > 0).to(m.dtype).sum().clamp(min=1)
     divisor = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
                "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}[agg]
@@ -527,7 +534,7 @@ def pg_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2, agg="to
     m, A = mask.to(logp.dtype), adv[:, None]                                            # (B, T), (B, 1)
     r = (logp - old_logp).masked_fill(m == 0, 0).clamp(-20, 20).exp()                   # (B, T)
     per_token, clipped = -A * logp, torch.zeros_like(m)
-    n = m.sum(dim=1, keepdim=True)                                      # from here on as in aggregate_loss
+    n = m.sum(dim=1, keepdim=True)                      # to the loss: aggregate_loss; then the statistics
     rows = (n > 0).to(m.dtype).sum().clamp(min=1)
     divisor = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
                "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}[agg]
@@ -592,8 +599,8 @@ def rl_update(model, optimizer, episodes, cfg, generator, ref_model=None):
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
             if not (torch.isfinite(loss) and torch.isfinite(norm)):
-                raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm.item()}; see learning rate "
-                                         f"{cfg.lr} and ratio_max {stats['ratio_max'].item():.3g}")
+                raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm.item()} (learning rate "
+                                         f"{cfg.lr}, ratio_max {stats['ratio_max'].item():.3g})")
             if adv.any() or ref_model is not None:      # else there is nothing but Adam's momentum to follow
                 optimizer.step()
             stats.update(entropy=entropy, grad_norm=norm)
@@ -617,7 +624,7 @@ def train_rl(model, tok, cfg, train_tasks, eval_tasks=None, ref_model=None, env_
 
         episodes, tokens    what was sampled, kept or not; the environment's tokens too
         tokens_trained      tokens of the episodes that were kept
-        zero_adv_frac       share of the sampled groups whose rewards were all equal
+        zero_adv_frac       share of the sampled groups whose rewards, before a penalty, were all equal
         eval_pass_rate      on eval_tasks, every eval_every steps and after the last; else nan
         sec_sample, sec_update
 

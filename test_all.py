@@ -1560,5 +1560,66 @@ class TestCopying(unittest.TestCase):
         self.assertEqual(type(variants.VARIANTS["gspo"]), dict)
 
 
+# --------------------------------------------------------------------------------------------------
+# README.md
+# --------------------------------------------------------------------------------------------------
+
+class TestReadme(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        with open(os.path.join(HERE, "README.md"), encoding="utf-8") as file:
+            cls.text = file.read()
+
+    def test_the_two_examples_run(self):
+        blocks = re.findall(r"```python\n(.*?)```", self.text, re.DOTALL)
+        self.assertEqual(len(blocks), 2)
+        plain = agent.make_base_agent(TOK)
+        from unittest import mock
+        outputs = []
+        for block in blocks:
+            out = io.StringIO()
+            with mock.patch.object(agent, "make_base_agent", lambda tok: copy.deepcopy(plain)):
+                with contextlib.redirect_stdout(out):
+                    exec(block, {"__name__": "readme"})
+            outputs.append(out.getvalue())
+        # the reward is hacked: it rises, and the hidden tests do not follow
+        rewards = [float(x) for x in re.findall(r"reward ([\d.]+)", outputs[0])]
+        passes = [float(x) for x in re.findall(r"pass ([\d.]+)", outputs[0])]
+        self.assertGreater(rewards[-1], passes[-1] + 0.1)
+        first, last = (float(x) for x in re.findall(r"([\d.]+) at", outputs[1]))
+        self.assertLess(first, 0.3)
+        self.assertGreater(last, first + 0.2)
+
+    def test_every_command_is_one_that_the_scripts_take(self):
+        from unittest import mock
+        commands = {c for c in re.findall(r"python (\w+\.py(?: [^`\n(;|]*)?)", self.text)}
+        self.assertGreater(len(commands), 12)
+        ran = []
+        record = lambda *args, **kwargs: ran.append(args) or 0                              # noqa: E731
+        with mock.patch.object(grpo, "run", record), mock.patch.object(ablate, "report", record), \
+                mock.patch.object(variants, "run_presets", record), \
+                mock.patch.object(ablate.os.path, "isdir", lambda path: True):
+            for command in commands:
+                script, *flags = command.replace("NAME", "gspo").split()
+                module = {"grpo.py": grpo, "ablate.py": ablate, "variants.py": variants,
+                          "env.py": env}.get(script)
+                if module:
+                    status, _, err = run_main(module, *flags)
+                    self.assertEqual((status, err), (0, ""), command)
+                else:
+                    self.assertIn(script, ("agent.py", "test_all.py"))
+                    names = [flag for flag in flags if flag.startswith("Test")]
+                    self.assertTrue(all(name in globals() for name in names), command)
+        self.assertGreater(len(ran), 5)
+
+    def test_length_and_files(self):
+        self.assertLessEqual(len(self.text.splitlines()), 350)
+        for name in re.findall(r"\]\((figures/\w+\.png)\)", self.text):
+            self.assertLess(os.path.getsize(os.path.join(HERE, name)), 100_000)
+        for name, lines in re.findall(r"\| `(\w+\.py)` \| (\d+) \|", self.text):
+            with open(os.path.join(HERE, name), encoding="utf-8") as file:
+                self.assertAlmostEqual(len(file.readlines()), int(lines), delta=30, msg=name)
+
+
 if __name__ == "__main__":
     unittest.main(verbosity=2)

@@ -1,4 +1,4 @@
-"""Every published variant of GRPO as a handful of fields of the one loop in grpo.py.
+"""Fourteen published variants of GRPO, each a handful of fields of the one loop in grpo.py.
 
 Read grpo.py first. What is said of a paper here is its objective; group sizes, learning rates, models and
 data differ, so a preset is a starting point for an experiment, not a reproduction.
@@ -8,12 +8,9 @@ data differ, so a preset is a starting point for an experiment, not a reproducti
     python variants.py --run gspo,dapo --steps 80 --seeds 3
     python variants.py --translate trl                  the presets in the settings of TRL; or of verl
 """
-import argparse
 import math
 import os
-import sys
 import textwrap
-import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
@@ -50,6 +47,8 @@ VARIANTS = {
     "luspo": dict(NO_KL, ratio_level="sequence", eps_low=2e-3, eps_high=2.5e-3, agg="seq_mean_token_sum"),
     "lite_ppo": dict(NO_KL, scale="batch_std", agg="token_mean"),
     "gpg": dict(NO_KL, ratio_level="none", scale="none", agg="token_mean"),
+    # its baseline is that of least variance if gradients grow with length; the mean over tokens, kept from
+    # GRPO so that one thing changes, divides that growth out again
     "opo": dict(NO_KL, baseline="length_weighted", scale="none", ratio_level="none", minibatches=1),
     "maxrl": dict(NO_KL, scale="group_mean", ratio_level="none", agg="token_mean"),
     "dppo": dict(NO_KL, ratio_level="dppo", eps_low=0.15, eps_high=0.15, agg="token_mean"),
@@ -169,10 +168,10 @@ def cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_presets(names, given, steps, seeds, jobs):
+def run_presets(names, steps, seeds, jobs):
     """Trains each preset on each seed and prints a row a preset as its last seed ends: means over the
     seeds."""
-    configs = {name: [usable_config({**VARIANTS[name], "steps": steps}, {**given, "seed": seed})
+    configs = {name: [usable_config({**VARIANTS[name], "steps": steps}, {"seed": seed})
                       for seed in seeds] for name in names}
     columns = [("late reward", 12, 2), ("held-out", 9, 2), ("reads", 7, 2), ("tokens", 7, 1),
                ("clip", 7, 3), ("kl_ref", 7, 2), ("entropy", 8, 2), ("episodes", 9, 0), ("seconds", 8, 1)]
@@ -234,7 +233,7 @@ def trl_preset(cfg):
         ("token", "seq_mean_token_mean"): 'loss_type="grpo"',
         ("token", "seq_mean_token_sum"): 'loss_type="luspo", importance_sampling_level="token" (warns, and '
                                          "works)",
-        ("token", "constant"): f'loss_type="dr_grpo", max_completion_length={cfg.agg_constant} (constant '
+        ("token", "constant"): f'loss_type="dr_grpo", max_completion_length={cfg.agg_constant:g} (constant '
                                "and limit in one)",
         ("sequence", "seq_mean_token_mean"): 'loss_type="grpo", importance_sampling_level="sequence". NOT '
                                              'with the default loss_type "dapo", which weighs by length',
@@ -256,7 +255,7 @@ def trl_preset(cfg):
         ranges = (f"epsilon_high={1 + cfg.eps_high:g} (the cap itself, NOT its distance from 1: unset it "
                   "is 0.2); eps_low: cannot, there is no lower bound")
     return [
-        ("baseline", {"group_mean": "always so", "length_weighted": "cannot",
+        ("baseline", {"group_mean": "nothing to set: it has no other", "length_weighted": "cannot",
                       "leave_one_out": f'reward_weights=[{G}/{G - 1}] with scale_rewards="none" gives the '
                                        "same numbers; RLOOTrainer has beta 0.05, a product of ratios and "
                                        "no multi-turn tools"
@@ -271,7 +270,7 @@ def trl_preset(cfg):
         ("kl_coef, kl_kind", "beta=0.0" if not cfg.kl_coef else
          f"beta={cfg.kl_coef}, use_bias_correction_kl=False (True, the default, is k3 times the ratio: NOT "
          "k3's gradient)"),
-        ("dynamic_sampling", "cannot" if cfg.dynamic_sampling else "never"),
+        ("dynamic_sampling", "cannot" if cfg.dynamic_sampling else "nothing to set: it has none"),
         ("overlong_buffer", "reward function get_soft_overlong_punishment(max_completion_len, "
          "soft_punish_cache): tokens, not turns" if cfg.overlong_buffer else "-"),
     ]
@@ -310,7 +309,7 @@ def verl_preset(cfg):
         "gpg": ". NOT adv_estimator=gpg, which has a factor more"}.get(mode, "")
     agg = {"token_mean": "token-mean", "seq_mean_token_mean": "seq-mean-token-mean",
            "seq_mean_token_sum": "seq-mean-token-sum",
-           "constant": f"seq-mean-token-sum-norm, {ACTOR}.loss_scale_factor={cfg.agg_constant}"}[cfg.agg]
+           "constant": f"seq-mean-token-sum-norm, {ACTOR}.loss_scale_factor={cfg.agg_constant:g}"}[cfg.agg]
     note = {"gspo": " (obeyed from 0.9.1 on; unset, the default token-mean is NOT GSPO)",
             "geo_mean": " (ignored: a mean over sequences)", "sapo": " (ignored: this one)"}.get(mode, "")
     return [
@@ -378,7 +377,7 @@ def main():
         for name in names:
             if name not in VARIANTS:
                 fail(f"--run: unknown variant {name!r}; known: {', '.join(VARIANTS)}")
-        run_presets(names, {}, args.steps, args.seeds, args.jobs)
+        run_presets(names, args.steps, args.seeds, args.jobs)
     else:
         print_presets()
 
