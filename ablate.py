@@ -44,7 +44,7 @@ def informed(n):
 
 
 ARM_COLUMNS = ["late reward", "held-out", "reads", "first ok", "tokens", "clip %", "zero adv", "episodes",
-               "epis. to .8"]
+               "to .8 (ep)"]
 GRIDS = {
     "arms": dict(
         what="section 9.6: one field of the default changed at a time", steps=40, columns=ARM_COLUMNS,
@@ -56,7 +56,7 @@ GRIDS = {
             "dynamic sampling": dict(dynamic_sampling=True)}),
     "settings": dict(
         what="sections 9.3, 9.4: memorise, stack, stall, read, and the control", steps=80,
-        columns=["train", "held-out", "read 1st", "first ok", "edits", "turns", "tokens", "first ok tr",
+        columns=["train", "held-out", "read 1st", "first ok", "edits", "turns", "tokens", "1st ok tr.",
                  "entropy"],
         arms={
             "RL default": {},
@@ -75,7 +75,7 @@ GRIDS = {
     "zero": dict(
         what="section 9.7: groups of equal rewards kept, dropped, or replaced", steps=80,
         columns=["late reward", "held-out", "zero early", "zero late", "epis. early", "epis. late",
-                 "epis. to .8",                 "steps to .8"],
+                 "to .8 (ep)", "to .8 (st)"],
         arms={"kept": {}, "dropped": dict(filter_zero_adv=True), "replaced": dict(dynamic_sampling=True)}),
     "length": dict(
         what="section 9.7: lengths of passes and failures by aggregation", steps=40,
@@ -121,7 +121,7 @@ def until(run, what):
     return math.nan
 
 
-# heading -> a number of a run, decimals. train, first ok tr: 8 episodes of each training task after training;
+# heading -> a number of a run, decimals. train, 1st ok tr.: 8 episodes of each training task after training;
 # held-out, read 1st, reads, first ok, edits: the same of held-out tasks; late: the last ten or twenty steps;
 # early: the first ten; to .8: see until(); base: before training; the rest, turns and tokens too: all steps
 COLUMNS = {
@@ -129,7 +129,7 @@ COLUMNS = {
     "train": (at_end("train", "pass_rate"), 2), "held-out": (at_end("heldout", "pass_rate"), 2),
     "reads": (at_end("heldout", "reads"), 2), "read 1st": (at_end("heldout", "read_first"), 2),
     "first ok": (at_end("heldout", "first_edit_right"), 2),
-    "first ok tr": (at_end("train", "first_edit_right"), 2),
+    "1st ok tr.": (at_end("train", "first_edit_right"), 2),
     "edits": (at_end("heldout", "edits"), 2), "turns": (over_steps("turns"), 2),
     "tokens": (over_steps("policy_tokens"), 1),
     "turns pass": (over_steps("turns_pass"), 2), "turns fail": (over_steps("turns_fail"), 2),
@@ -142,8 +142,8 @@ COLUMNS = {
     "zero late": (lambda run: late(run["history"], "zero_adv_frac", 20), 2),
     "epis. early": (lambda run: mean(row["episodes"] for row in run["history"][:10]), 0),
     "epis. late": (lambda run: late(run["history"], "episodes", 20), 0),
-    "epis. to .8": (lambda run: until(run, "episodes"), 0),
-    "steps to .8": (lambda run: until(run, "steps"), 0),
+    "to .8 (ep)": (lambda run: until(run, "episodes"), 0),
+    "to .8 (st)": (lambda run: until(run, "steps"), 0),
     "base reads": (at_end("before", "read_first"), 2),
     "base right": (at_end("before", "read_then_right"), 2),
 }
@@ -420,19 +420,21 @@ def print_arms(grid, done, arms, seeds):
     """
     columns = GRIDS[grid]["columns"]
     width = max(len(arm) for arm in arms) + 1
-    print(f"\n{'mean, then min..max':{width}}" + "".join(f"{name:>11}" for name in columns))
+    column_width = min(13, (120 - width) // len(columns))
+    print(f"\n{'mean; range':{width}}" + "".join(f"{name:>{column_width}}" for name in columns))
     for arm in arms:
         runs = [done[arm, seed] for seed in seeds if (arm, seed) in done]
         values = {name: [COLUMNS[name][0](run) for run in runs] for name in columns}
         means, ranges = [], []
         for name in columns:
-            digits, there = COLUMNS[name][1], [value for value in values[name] if not math.isnan(value)]
+            there = [value for value in values[name] if not math.isnan(value)]
+            digits = COLUMNS[name][1] - (name == "clip %" and max(there, default=0) >= 10)      # for want of room
             means.append(number(mean(there), digits))
             ranges.append(f"{min(there):.{digits}f}..{max(there):.{digits}f}" if there else "-")
             if there and len(there) < len(runs):
                 ranges[-1] = f"({len(there)} of {len(runs)})"
-        print(f"{arm:{width}}" + "".join(f"{cell:>11}" for cell in means))
-        print(f"{f'  {len(runs)} seeds':{width}}" + "".join(f"{cell:>11}" for cell in ranges))
+        print(f"{arm:{width}}" + "".join(f"{cell:>{column_width}}" for cell in means))
+        print(f"{f'  {len(runs)} seeds':{width}}" + "".join(f"{cell:>{column_width}}" for cell in ranges))
     print_differences(done, arms, seeds, columns, width)
 
 
@@ -563,7 +565,7 @@ def plot_curves(plt, arms):
     figure, axes = plt.subplots(1, max(len(others), 1), figsize=(9, 2.6), sharey=True, squeeze=False)
     for axis, arm in zip(axes[0], others):
         band(axis, arms[first], "reward", GREY, first)
-        band(axis, arms[arm], "reward", BLUE, arm)
+        band(axis, arms[arm], "reward", BLUE, "this arm")
         axis.set(title=arm, xlabel="step", ylim=(0, 1))
     axes[0][0].set_ylabel("batch reward")
     axes[0][0].legend(loc="lower right", frameon=False)

@@ -143,15 +143,15 @@ def packed_attention(heads, lengths, rows_together=16):
 # Rollouts
 # --------------------------------------------------------------------------------------------------
 
-def take_turn(env, call):
-    """One call to an environment: (observation's words, done). Trouble in it is reported by its name."""
+def ask(env, tok, call=None):
+    """An environment's reset(), or step(call): (the observation's ids, done). Trouble is reported by name."""
+    name = f"{type(env).__name__}.{'reset()' if call is None else f'step({call})'}"
     try:
-        observation, done = env.step(call)
-        observation = list(observation)
+        observation, done = (env.reset(), False) if call is None else env.step(call)
+        return encode(tok, list(observation)), bool(done)
     except Exception as error:
-        name = type(env).__name__
-        raise RuntimeError(f"{name}.step({call}) failed, it must return (words, done): {error!r}") from error
-    return observation, bool(done)
+        wanted = "words" if call is None else "(words, done)"
+        raise RuntimeError(f"{name} failed, it must return {wanted} of the tokenizer's: {error}") from error
 
 
 @torch.no_grad()
@@ -169,7 +169,7 @@ def rollout_batch(model, tok, envs, generator, temperature=1.0):
     words = list(tok)
     episodes = []
     for env in envs:
-        ids = encode(tok, env.reset())
+        ids, _ = ask(env, tok)
         zeros = [0] * len(ids)
         episodes.append({"ids": ids, "mask": zeros, "logps": [0.0] * len(ids), "calls": [], "env": env})
     live = list(episodes)
@@ -199,10 +199,9 @@ def rollout_batch(model, tok, envs, generator, temperature=1.0):
                 spoken = [words[j] for j in call[row]]
                 well_formed = spoken[0] == "<call>" and spoken[-1] == "<end>"
                 episode["calls"].append(spoken[1:-1] if well_formed else spoken)
-                observation, done = take_turn(episode["env"], episode["calls"][-1])
+                (ids, done), call[row] = ask(episode["env"], tok, episode["calls"][-1]), []
                 if done:                                         # nobody reads the last observation
                     continue
-                ids, call[row] = encode(tok, observation), []
                 episode["ids"] += ids
                 episode["mask"] += [0] * len(ids)
                 episode["logps"] += [0.0] * len(ids)

@@ -166,11 +166,9 @@ def sample_groups(model, tok, tasks, group_size, cfg, generator, env_factory=Non
 
 
 def reward_of(env, reward):
-    if reward is None:
-        return float(env.passed)
-    name = getattr(reward, "__name__", type(reward).__name__)
+    name = "env.passed" if reward is None else getattr(reward, "__name__", type(reward).__name__)
     try:
-        value = float(reward(env))
+        value = float(env.passed if reward is None else reward(env))
     except Exception as error:
         raise RuntimeError(f"reward function {name} failed on a {type(env).__name__}: {error!r}") from error
     if not math.isfinite(value):
@@ -227,10 +225,10 @@ def behavior_stats(episodes):
     for episode in episodes:
         env, first = episode["env"], first_edit(episode)
         rows.append({
-            "pass_rate": float(env.passed), "reward": episode["reward"],
+            "pass_rate": float(getattr(env, "passed", False)), "reward": episode["reward"],
             "reads": episode["calls"].count(["read"]), "tests": episode["calls"].count(["test"]),
             "edits": len(getattr(env, "edits", [])), "turns": len(episode["calls"]),
-            "policy_tokens": sum(episode["mask"]), "truncated": float(env.truncated),
+            "policy_tokens": sum(episode["mask"]), "truncated": float(getattr(env, "truncated", False)),
             "first": first, "read_first": float(first is not None and first["read_before"])})
     stats = {name: mean(row[name] for row in rows) for name in rows[0] if name != "first"}
     stats["first_edit_right"] = mean(row["first"]["right"] for row in rows if row["first"])

@@ -20,6 +20,8 @@ import tempfile
 import textwrap
 import time
 import unittest
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -61,6 +63,14 @@ def generator(seed=0):
 def some_episodes(n_tasks=4, group_size=4, seed=0, model=None, cfg=None):
     return grpo.sample_groups(model or rl_base(), TOK, TRAIN_TASKS[:n_tasks], group_size, cfg or RLConfig(),
                               generator(seed))
+
+
+class InProcess(ThreadPoolExecutor):
+    """In place of a pool of processes: one thread here, so that what it runs can be replaced."""
+    _processes = None
+
+    def __init__(self, jobs, mp_context=None, initializer=None):
+        super().__init__(1)
 
 
 def run_main(module, *flags):
@@ -395,8 +405,13 @@ class TestAgent(unittest.TestCase):
         class Stranger(BugFixEnv):
             def step(self, words):
                 return ["nosuchword"], False
-        for kind, words in ((Broken, "Broken.step"), (Endless, "Endless.*done"), (Stranger, "nosuchword")):
-            with self.assertRaisesRegex((RuntimeError, ValueError), words):
+        class NoReset:
+            def __init__(self, task):
+                pass
+
+        for kind, words in ((Broken, r"Broken.step\("), (Endless, "Endless.*done"),
+                            (Stranger, "Stranger.step.*nosuchword"), (NoReset, r"NoReset.reset\(\)")):
+            with self.assertRaisesRegex(RuntimeError, words):
                 rollout_batch(fresh_policy(), TOK, [kind(TASKS[0])], generator())
 
 
@@ -1292,7 +1307,10 @@ class TestVariants(unittest.TestCase):
             self.assertTrue(low <= variants.late(history, "clip_frac", 6) <= high, name)
 
     def test_run(self):
-        status, out, err = run_main(variants, "--run", "default,gspo", "--steps", "1", "--jobs", "2")
+        weights = {name: tensor.numpy() for name, tensor in rl_base().state_dict().items()}
+        with mock.patch.object(variants, "ProcessPoolExecutor", InProcess), \
+                mock.patch.object(variants, "base_weights", lambda job: weights):
+            status, out, err = run_main(variants, "--run", "default,gspo", "--steps", "1", "--jobs", "2")
         self.assertEqual((status, err), (0, ""))
         rows = [line.split() for line in out.splitlines() if line.startswith(("default", "gspo"))]
         self.assertEqual([(row[0], len(row)) for row in rows], [("default", 10), ("gspo", 10)])
@@ -1304,20 +1322,11 @@ class TestAblate(unittest.TestCase):
     replaced."""
 
     def setUp(self):
-        from concurrent.futures import ThreadPoolExecutor
-        from unittest import mock
-
-        class InProcess(ThreadPoolExecutor):
-            _processes = None
-
-            def __init__(self, jobs, mp_context=None, initializer=None):
-                super().__init__(1)
         weights = {name: tensor.numpy() for name, tensor in rl_base().state_dict().items()}
         for target, value in (("ProcessPoolExecutor", InProcess), ("base_weights", lambda job: weights)):
             patch = mock.patch.object(ablate, target, value)
             patch.start()
             self.addCleanup(patch.stop)
-        self.mock = mock
         self.out = os.path.join(tempfile.mkdtemp(), "runs.jsonl")
         threads = torch.get_num_threads()
         self.addCleanup(lambda: torch.set_num_threads(threads))
@@ -1326,7 +1335,7 @@ class TestAblate(unittest.TestCase):
         return run_main(ablate, grid, "--seeds", seeds, "--steps", "2", "--prompts_per_step", "4", *flags)
 
     def table(self, out):
-        return out[out.index("mean, then"):]
+        return out[out.index("mean; range"):]
 
     def test_table_and_resuming(self):
         status, whole, err = self.arms("--out", self.out, seeds="3")
@@ -1346,21 +1355,21 @@ class TestAblate(unittest.TestCase):
             file.writelines(lines[:12] + [lines[12][:500]])
         ran = []
         real = ablate.run_one
-        with self.mock.patch.object(ablate, "run_one",
+        with mock.patch.object(ablate, "run_one",
                                     lambda job, weights: ran.append(job) or real(job, weights)):
             status, again, _ = self.arms("--out", self.out, seeds="3")
         self.assertEqual((status, len(ran)), (0, 3))
         self.assertEqual(self.table(again), self.table(whole))
-        with self.mock.patch.object(ablate, "run_one", lambda job, weights: self.fail("ran again")):
+        with mock.patch.object(ablate, "run_one", lambda job, weights: self.fail("ran again")):
             self.assertEqual(self.table(self.arms("--out", self.out, seeds="3")[1]), self.table(whole))
-        with self.mock.patch.object(ablate, "code_version", lambda: "other"), \
-                self.mock.patch.object(ablate, "run_one", lambda job, weights: 1 / 0):
+        with mock.patch.object(ablate, "code_version", lambda: "other"), \
+                mock.patch.object(ablate, "run_one", lambda job, weights: 1 / 0):
             # other code: nothing is taken over
             self.assertEqual(self.arms("--out", self.out, seeds="3")[0], 1)
 
     def test_pairing_is_real(self):
         arms = {"default": {}, "twin": {}, "dynamic": dict(dynamic_sampling=True)}
-        with self.mock.patch.dict(ablate.GRIDS["arms"], arms=arms):
+        with mock.patch.dict(ablate.GRIDS["arms"], arms=arms):
             jobs = ablate.jobs_of("arms", list(arms), [0, 1], dict(steps=3, prompts_per_step=4))
             done, failed, _ = ablate.run_grid(jobs, 1)
             self.assertEqual(failed, [])
@@ -1391,7 +1400,7 @@ class TestAblate(unittest.TestCase):
             if (job["arm"], job["seed"]) == ("scale none", 1):
                 raise ValueError("it broke")
             return real(job, weights)
-        with self.mock.patch.object(ablate, "run_one", broken):
+        with mock.patch.object(ablate, "run_one", broken):
             status, out, err = self.arms("--out", self.out)
         self.assertEqual(status, 1)
         self.assertIn("failed: arm scale none, seed 1: ValueError('it broke')", err)
@@ -1422,7 +1431,9 @@ class TestAblate(unittest.TestCase):
         self.assertTrue(math.isnan(ablate.until({"history": run["history"][:5]}, "steps")))
 
     def test_measuring_grids(self):
-        status, out, err = run_main(ablate, "groups", "--seeds", "1", "--steps", "1")
+        measure = ablate.informative_groups
+        with mock.patch.object(ablate, "informative_groups", lambda *args: measure(*args, draws=4)):
+            status, out, err = run_main(ablate, "groups", "--seeds", "1", "--steps", "1")
         self.assertEqual(status, 0, err)
         rows = [line.split() for line in out.splitlines() if line.startswith(("RL base", "trained"))]
         self.assertEqual([int(row[-5]) for row in rows], [4, 8, 16] * 2)
@@ -1443,13 +1454,12 @@ class TestAblate(unittest.TestCase):
             status, _, err = self.arms("--plot", os.path.dirname(self.out))
             self.assertIn("pip install matplotlib", err)
             return
-        with self.mock.patch.object(ablate, "numpy", ablate.numpy):
-            for grid, names in (("arms", ["arms.png", "sampling.png"]), ("settings", ["settings.png"])):
-                status, out, err = run_main(ablate, grid, "--seeds", "2", "--steps", "6",
-                                            "--prompts_per_step", "2", "--plot", os.path.dirname(self.out))
-                self.assertEqual(status, 0, err)
-                for name in names:
-                    self.assertLess(os.path.getsize(os.path.join(os.path.dirname(self.out), name)), 100_000)
+        for grid, names in (("arms", ["arms.png", "sampling.png"]), ("settings", ["settings.png"])):
+            status, out, err = run_main(ablate, grid, "--seeds", "1", "--steps", "6",
+                                        "--prompts_per_step", "2", "--plot", os.path.dirname(self.out))
+            self.assertEqual(status, 0, err)
+            for name in names:
+                self.assertLess(os.path.getsize(os.path.join(os.path.dirname(self.out), name)), 100_000)
 
     def test_list(self):
         status, out, _ = run_main(ablate, "--list")
@@ -1574,7 +1584,6 @@ class TestReadme(unittest.TestCase):
         blocks = re.findall(r"```python\n(.*?)```", self.text, re.DOTALL)
         self.assertEqual(len(blocks), 2)
         plain = agent.make_base_agent(TOK)
-        from unittest import mock
         outputs = []
         for block in blocks:
             out = io.StringIO()
@@ -1591,7 +1600,6 @@ class TestReadme(unittest.TestCase):
         self.assertGreater(last, first + 0.2)
 
     def test_every_command_is_one_that_the_scripts_take(self):
-        from unittest import mock
         commands = {c for c in re.findall(r"python (\w+\.py(?: [^`\n(;|]*)?)", self.text)}
         self.assertGreater(len(commands), 12)
         ran = []
@@ -1622,4 +1630,5 @@ class TestReadme(unittest.TestCase):
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     unittest.main(verbosity=2)
