@@ -302,13 +302,12 @@ def ignore_interrupt():
     signal.signal(signal.SIGINT, signal.SIG_IGN)            # Ctrl-C is the parent's to handle
 
 
-def run_grid(jobs, n_jobs, out=None):
-    """Runs what is not in the file yet.
+def run_grid(jobs, n_jobs, out=None, known=()):
+    """Runs what is not known yet, out being the file that known was read from.
 
     Gives ({(arm, seed): result}, [(arm, seed, error)], interrupted).
     """
     version, started = code_version(), time.perf_counter()
-    known = read_results(out) if out else {}
     done = {(job["arm"], job["seed"]): known[job_key(job, version)]
             for job in jobs if job_key(job, version) in known}
     todo = [job for job in jobs if (job["arm"], job["seed"]) not in done]
@@ -428,7 +427,7 @@ def print_arms(grid, done, arms, seeds):
         means, ranges = [], []
         for name in columns:
             there = [value for value in values[name] if not math.isnan(value)]
-            digits = COLUMNS[name][1] - (name == "clip %" and max(there, default=0) >= 10)      # for want of room
+            digits = COLUMNS[name][1] - (name == "clip %" and max(there, default=0) >= 10)  # for want of room
             means.append(number(mean(there), digits))
             ranges.append(f"{min(there):.{digits}f}..{max(there):.{digits}f}" if there else "-")
             if there and len(there) < len(runs):
@@ -642,10 +641,11 @@ def main():
 
 def report(args, arms, jobs):
     """Runs the grid, prints its table, draws its figures. Gives the exit status."""
+    known = read_results(args.out) if args.out else {}
     version = f"code {code_version()}, torch {torch.__version__}"
     print(f"grid {args.grid}: {GRIDS[args.grid]['what']}; {len(jobs)} runs, "
           f"{args.jobs} processes of one thread, {version}", flush=True)
-    done, failed, interrupted = run_grid(jobs, args.jobs, args.out)
+    done, failed, interrupted = run_grid(jobs, args.jobs, args.out, known)
     if args.grid == "groups":
         print_groups(done, args.seeds)
     elif args.grid == "gspo":

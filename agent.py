@@ -186,6 +186,8 @@ def rollout_batch(model, tok, envs, generator, temperature=1.0):
             cache = F.pad(cache, (0, 0, 0, max(ends)))
         hidden = run_unseen(model, unseen, ends, cache)                      # (B, D)
         logp = model.log_probs(hidden, temperature)                          # (B, V)
+        if torch.isnan(logp).any():
+            raise FloatingPointError("the policy's probabilities are nan")
         choice = torch.multinomial(logp.exp(), 1, generator=generator)       # (B, 1)
         chosen_logp = logp.gather(1, choice)[:, 0].tolist()
         going_on = []

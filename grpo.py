@@ -597,8 +597,8 @@ def rl_update(model, optimizer, episodes, cfg, generator, ref_model=None):
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
             if not (torch.isfinite(loss) and torch.isfinite(norm)):
-                raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm.item()} (learning rate "
-                                         f"{cfg.lr}, ratio_max {stats['ratio_max'].item():.3g})")
+                raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm.item()}, largest ratio "
+                                         f"{stats['ratio_max'].item():.3g}")
             if adv.any() or ref_model is not None:      # else there is nothing but Adam's momentum to follow
                 optimizer.step()
             stats.update(entropy=entropy, grad_norm=norm)
@@ -628,24 +628,25 @@ def train_rl(model, tok, cfg, train_tasks, eval_tasks=None, ref_model=None, env_
 
     ref_model: what the KL term pulls to; if kl_coef > 0 and none is given, a frozen copy of the starting
     model. on_step(row) is called after each step and ends the training by returning True. ValueError for a
-    cfg that makes no sense.
+    cfg that makes no sense; FloatingPointError, the model being the last good one, where numbers end.
     """
     check_config(cfg, len(train_tasks))
     if cfg.kl_coef > 0 and ref_model is None:
         ref_model = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), foreach=True)
-    history = []
+    history, good = [], copy.deepcopy(model.state_dict())
     for step in range(cfg.steps):
         generator = step_generator(cfg.seed, step)
         for group in optimizer.param_groups:
             group["lr"] = cfg.lr * min(1, (step + 1) / WARMUP_STEPS)
         started = time.perf_counter()
-        kept, sampled = sample_step(model, tok, cfg, train_tasks, generator, env_factory)
-        sampled_at = time.perf_counter()
         try:
+            kept, sampled = sample_step(model, tok, cfg, train_tasks, generator, env_factory)
+            sampled_at, good = time.perf_counter(), copy.deepcopy(model.state_dict())
             update = rl_update(model, optimizer, kept, cfg, generator, ref_model)
-        except FloatingPointError as error:
-            raise FloatingPointError(f"step {step}: {error}") from None
+        except FloatingPointError as error:             # back to the last weights that could be sampled from
+            model.load_state_dict(good)
+            raise FloatingPointError(f"step {step}: {error}; learning rate {cfg.lr}") from None
         updated_at = time.perf_counter()
         groups = [sampled[i:i + cfg.group_size] for i in range(0, len(sampled), cfg.group_size)]
         row = {"step": step, **behavior_stats(sampled), "episodes": len(sampled),

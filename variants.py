@@ -225,7 +225,7 @@ def trl_common(cfg):
 
 
 def trl_preset(cfg):
-    G, on_policy = cfg.group_size, cfg.minibatches * cfg.epochs == 1
+    G, on_policy, constant = cfg.group_size, cfg.minibatches * cfg.epochs == 1, f"{cfg.agg_constant or 0:g}"
     token_mean = ('loss_type="bnpo" (one process). NOT the default "dapo": it divides by the generation '
                   "batch's tokens")
     losses = {
@@ -233,7 +233,7 @@ def trl_preset(cfg):
         ("token", "seq_mean_token_mean"): 'loss_type="grpo"',
         ("token", "seq_mean_token_sum"): 'loss_type="luspo", importance_sampling_level="token" (warns, and '
                                          "works)",
-        ("token", "constant"): f'loss_type="dr_grpo", max_completion_length={cfg.agg_constant:g} (constant '
+        ("token", "constant"): f'loss_type="dr_grpo", max_completion_length={constant} (constant '
                                "and limit in one)",
         ("sequence", "seq_mean_token_mean"): 'loss_type="grpo", importance_sampling_level="sequence". NOT '
                                              'with the default loss_type "dapo", which weighs by length',
@@ -293,6 +293,7 @@ def verl_common(cfg):
 
 
 def verl_preset(cfg):
+    constant = f"{cfg.agg_constant or 0:g}"
     estimator = {"group_mean": "grpo", "leave_one_out": "rloo", "length_weighted": "opo"}[cfg.baseline]
     scales = {"group_std": "algorithm.norm_adv_by_std_in_grpo=True",
               "none": "algorithm.norm_adv_by_std_in_grpo=False",
@@ -309,7 +310,7 @@ def verl_preset(cfg):
         "gpg": ". NOT adv_estimator=gpg, which has a factor more"}.get(mode, "")
     agg = {"token_mean": "token-mean", "seq_mean_token_mean": "seq-mean-token-mean",
            "seq_mean_token_sum": "seq-mean-token-sum",
-           "constant": f"seq-mean-token-sum-norm, {ACTOR}.loss_scale_factor={cfg.agg_constant:g}"}[cfg.agg]
+           "constant": f"seq-mean-token-sum-norm, {ACTOR}.loss_scale_factor={constant}"}[cfg.agg]
     note = {"gspo": " (obeyed from 0.9.1 on; unset, the default token-mean is NOT GSPO)",
             "geo_mean": " (ignored: a mean over sequences)", "sapo": " (ignored: this one)"}.get(mode, "")
     return [
