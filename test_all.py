@@ -309,7 +309,14 @@ class TestAgent(unittest.TestCase):
         self.assertAlmostEqual(entropy.item(), (-(logp.exp() * logp).sum(-1)[at]).mean().item(), places=4)
 
     def test_masks_cover_the_policys_tokens_and_nothing_else(self):
-        for episode in some_episodes(6, 4):
+        class Babbler(agent.Policy):            # calls that begin or end well, both, or neither
+            def log_probs(self, hidden, temperature):
+                logits = torch.full((len(hidden), len(TOK)), -math.inf)
+                logits[:, encode(TOK, ["<call>", "read", "<end>"])] = 0.0
+                return logits.log_softmax(-1)
+
+        babble = rollout_batch(Babbler(len(TOK)), TOK, [BugFixEnv(task) for task in TASKS], generator(2))
+        for episode in some_episodes(6, 4) + babble:
             e = copy.deepcopy(episode["env"])
             ids, mask, i = episode["ids"], episode["mask"], 0
             issue = e.reset()
@@ -321,7 +328,8 @@ class TestAgent(unittest.TestCase):
                        and (n == 0 or ids[i + n - 1] != TOK["<end>"])):
                     n += 1
                 spoken = decode(TOK, ids[i:i + n])
-                self.assertIn(call, (spoken, spoken[1:-1]))
+                well_formed = spoken[0] == "<call>" and spoken[-1] == "<end>"
+                self.assertEqual(call, spoken[1:-1] if well_formed else spoken)
                 observation, done = e.step(call)
                 i += n
                 if not done:
@@ -976,7 +984,9 @@ class TestSampling(unittest.TestCase):
         self.assertEqual(len(kept), sum(e["env"].task["name"] in good for e in sampled))
         kept, sampled = self.step(lambda name: 1.0)
         self.assertEqual((len(kept), len(sampled)), (16, 16))
-        self.assertEqual(len({e["env"].task["name"] for e in sampled}), 4)        # distinct tasks
+        everything = RLConfig(prompts_per_step=20, group_size=2, max_turns=1)     # distinct tasks: all twenty
+        _, sampled = grpo.sample_step(fresh_policy(), TOK, everything, TRAIN_TASKS, generator())
+        self.assertEqual(len({e["env"].task["name"] for e in sampled}), 20)
 
     def test_nothing_kept_is_a_step_without_an_update(self):
         cfg = RLConfig(steps=2, prompts_per_step=2, group_size=2, dynamic_sampling=True,
@@ -1046,6 +1056,8 @@ class TestLoop(unittest.TestCase):
         self.assertEqual(set(self.HISTORY) - set(history[0]), set())
         self.assertEqual([math.isnan(row["eval_pass_rate"]) for row in history], [False, True, False])
         self.assertAlmostEqual(history[0]["kl_ref"], 0, delta=1e-3)    # the reference is the starting model
+        given = train_rl(rl_base(), TOK, cfg, TRAIN_TASKS, ref_model=rl_base())         # which is kept as it was
+        self.assertEqual([row["kl_ref"] for row in given], [row["kl_ref"] for row in history])
         self.assertTrue(all(p.requires_grad for p in model.parameters()))
         self.assertEqual(
             len(train_rl(rl_base(), TOK, cfg, TRAIN_TASKS, on_step=lambda row: row["step"] == 0)), 1)
