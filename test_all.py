@@ -1056,7 +1056,7 @@ class TestLoop(unittest.TestCase):
         self.assertEqual(set(self.HISTORY) - set(history[0]), set())
         self.assertEqual([math.isnan(row["eval_pass_rate"]) for row in history], [False, True, False])
         self.assertAlmostEqual(history[0]["kl_ref"], 0, delta=1e-3)    # the reference is the starting model
-        given = train_rl(rl_base(), TOK, cfg, TRAIN_TASKS, ref_model=rl_base())         # which is kept as it was
+        given = train_rl(rl_base(), TOK, cfg, TRAIN_TASKS, ref_model=rl_base())  # kept as it was
         self.assertEqual([row["kl_ref"] for row in given], [row["kl_ref"] for row in history])
         self.assertTrue(all(p.requires_grad for p in model.parameters()))
         self.assertEqual(
@@ -1337,6 +1337,11 @@ class TestAblate(unittest.TestCase):
         weights = {name: tensor.numpy() for name, tensor in rl_base().state_dict().items()}
         for target, value in (("ProcessPoolExecutor", InProcess), ("base_weights", lambda job: weights)):
             patch = mock.patch.object(ablate, target, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+        for module in (ablate, variants):       # fewer episodes: it is not the agent that is tested here
+            patch = mock.patch.object(module, "evaluate", lambda model, tok, tasks, n, *rest: grpo.evaluate(
+                model, tok, tasks, 2, *rest))
             patch.start()
             self.addCleanup(patch.stop)
         self.out = os.path.join(tempfile.mkdtemp(), "runs.jsonl")
@@ -1643,5 +1648,5 @@ class TestReadme(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
+    torch.set_num_threads(2)
     unittest.main(verbosity=2)
