@@ -1359,7 +1359,7 @@ class TestAblate(unittest.TestCase):
         self.assertLessEqual(max(map(len, self.table(whole).splitlines())), 120)
         for arm in ablate.GRIDS["arms"]["arms"]:
             self.assertRegex(whole, rf"\n{re.escape(arm)} +\d")
-        # four arms against the default in eight columns: none reaches 0.8 in two steps, nan pairs are left out
+        # four arms against the default in eight columns; none reaches 0.8 in two steps, so no ninth
         self.assertIn("\n32 comparisons", whole)
         with open(self.out) as file:
             lines = file.readlines()
