@@ -19,12 +19,13 @@ import time
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
+from functools import partial
 from multiprocessing import get_context
 
 import numpy
 import torch
 
-from agent import build_tokenizer, collate, token_logps
+from agent import adam, build_tokenizer, collate, token_logps
 from env import TRAIN_TASKS, fail, one_line_parser, randomize_names, seed_list
 from grpo import (RLConfig, add_config_flags, all_equal, evaluate, given_fields, make_env, mean, rl_update,
                   sample_groups, sample_step, step_generator, usable_config)
@@ -210,7 +211,7 @@ def sequence_ratios(model, tok, cfg):
 
     Each step: sample, update on one half of the episodes, and compare the other half before and after.
     """
-    optimizer, pairs = torch.optim.Adam(model.parameters(), lr=cfg.lr, betas=(0.9, 0.95)), []
+    optimizer_step, pairs = partial(adam(list(model.parameters())), cfg.lr), []
     one_step = replace(cfg, minibatches=1)
     for step in range(cfg.steps):
         generator = step_generator(cfg.seed, step)
@@ -219,7 +220,7 @@ def sequence_ratios(model, tok, cfg):
         batch = collate(episodes[middle:])
         with torch.no_grad():
             old = token_logps(model, batch)
-        rl_update(model, optimizer, episodes[:middle], one_step, generator)
+        rl_update(model, optimizer_step, episodes[:middle], one_step, generator)
         with torch.no_grad():
             log_r = token_logps(model, batch) - old                       # (B, T), 0 off the mask
         n = batch["mask"].sum(dim=1)

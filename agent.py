@@ -9,6 +9,7 @@ turns. Only what the policy sampled is ever trained on, so a mask goes with the 
     python agent.py                 trains both base agents for seeds 0 to 4 and prints what they do
     python agent.py --seeds 1       for seed 0 alone
 """
+import functools
 import os
 import random
 import time
@@ -24,6 +25,7 @@ from env import (CALLS, FIX_OP, FUNCTION_NAMES, HELDOUT_TASKS, OPS, PLAYS, TASKS
 # Tokenizer
 # --------------------------------------------------------------------------------------------------
 MAX_CALL_TOKENS = 4         # <call> edit OP <end>; a call that has not ended by its fourth token is malformed
+IN_LOCKSTEP = 128           # episodes that are sampled together
 MAX_EPISODE_TOKENS = 2048   # no BugFix episode comes near; an environment that never says `done` does
 
 
@@ -53,9 +55,25 @@ def decode(tok, ids):
 # --------------------------------------------------------------------------------------------------
 # Policy
 # --------------------------------------------------------------------------------------------------
-# Tokens come packed: all real tokens of all episodes in one (N, D) tensor, so that the linear layers, most
-# of the work, never touch padding. Only attention has to know which tokens form an episode. It is handed in
-# as a function, attend(layer, qkv): one kind for training (packed_attention), one for sampling (run_unseen).
+# Tokens come packed: all tokens of all episodes in one (N, D) tensor, so that the linear layers, most of the
+# work, see next to no padding. Only attention has to know which tokens form an episode. It is handed in as a
+# function, attend(layer, qkv): one kind for training (packed_attention), one for sampling (run_unseen).
+
+
+def by_onednn(f, x):
+    """f(x) for x (N, D), with oneDNN's matrix products in place of torch's usual ones, which are MKL's.
+
+    Both come with torch and round alike. On AMD processors oneDNN's are twice as fast, but each new N costs
+    them some milliseconds and megabytes: for training only, where N is a multiple of 128 (`rounded`).
+    """
+    if len(x) < 256 or len(x) % 128 or x.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+        return f(x)
+    return f(x.to_mkldnn()).to_dense()
+
+
+def rounded(ids):
+    """ids (N,), filled up with zeros to a multiple of 128 unless they are few."""
+    return ids if len(ids) < 256 else F.pad(ids, (0, -len(ids) % 128))
 
 
 class Block(nn.Module):
@@ -65,9 +83,8 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x, attend):
-        x = x + self.out(attend(self.qkv(self.norm1(x))))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+    def mlp(self, x):
+        return by_onednn(lambda x: self.down(F.gelu(self.up(x))), self.norm2(x))
 
 
 class Policy(nn.Module):
@@ -94,11 +111,21 @@ class Policy(nn.Module):
                 nn.init.normal_(layer.weight, std=gain * layer.in_features ** -0.5)
                 nn.init.zeros_(layer.bias)
 
-    def forward(self, ids, attend):
-        """ids (N,) -> the last hidden state of each token (N, D). attend(layer, qkv (N, 3D)) -> (N, D)."""
-        x = self.words(ids)
+    def forward(self, ids, attend, wanted):
+        """ids (N,) -> the last hidden states (M, D) of the tokens at wanted (M,), which are indices into N.
+
+        attend(layer, qkv (N, 3D)) -> (N, D): what each token sees in those up to it.
+        """
+        x = self.words.weight                                                           # (V, D)
         for layer, block in enumerate(self.blocks):
-            x = block(x, lambda qkv: attend(layer, qkv))
+            qkv = by_onednn(block.qkv, block.norm1(x))
+            if layer == 0:      # a token without a position is its word until it has looked around: up to
+                x, qkv = F.embedding(ids, x), F.embedding(ids, qkv)     # here, one row a word was enough
+            seen = attend(layer, qkv)                                                   # (N, D)
+            if layer == len(self.blocks) - 1:       # and from here on, nobody looks at the unwanted ones
+                x, seen = x[wanted], seen[wanted]                                       # (M, D)
+            x = x + block.out(seen)
+            x = x + block.mlp(x)
         return self.norm(x)
 
     def log_probs(self, hidden, temperature):
@@ -106,35 +133,46 @@ class Policy(nn.Module):
         return torch.log_softmax(hidden @ self.words.weight.T / temperature, dim=-1)
 
 
-def attention(q, k, v, attn_mask):
-    """softmax(q k' / sqrt(d)) v -> (B, T, H * d). q (B, H, T, d), k and v (B, H, S, d); attn_mask, (T, S)
-    or (B, 1, T, S), is -inf where q may not look. At this size a CPU runs it faster than the fused kernel."""
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2) + attn_mask
-    return (scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2)
+def attention(q, k, v, mask):
+    """softmax(q k' / sqrt(d) + mask) v: q (B, H, T, d), k and v (B, H, S, d) -> (B, T, H * d).
+
+    mask (T, S) or (B * H, T, S): -inf where q may not look, else 0. Two products and a softmax are faster at
+    this size than torch's fused kernel, on two threads above all.
+    """
+    B, H, T, d = q.shape
+    q, k, v = (x.reshape(B * H, -1, d) for x in (q, k, v))
+    scores = torch.baddbmm(mask.to(q.dtype), q, k.transpose(1, 2), alpha=d ** -0.5)     # (B * H, T, S)
+    return (scores.softmax(dim=-1) @ v).view(B, H, T, d).transpose(1, 2).flatten(2)
 
 
-def packed_attention(heads, lengths, rows_together=16):
+def packed_attention(heads, lengths):
     """attend() for packed episodes of lengths (B,), and `places` (N,): where each packed token is in (B, T).
 
-    Attention needs rectangles, and the work in them grows with the square of their width. So the episodes
-    are packed in order of length and go through attention a few together, each lot padded to its longest.
+    Attention needs rectangles. So the longest episode and all of nearly its length are packed together, each
+    padded to it, then the longest of the others, and so on: some 3% of padding, five rectangles or so. Tokens
+    that fill up behind the last (`rounded`) see nothing and nobody sees them.
     """
-    T, lots, places, end = int(lengths.max()), [], [], 0
-    for rows in lengths.argsort().split(rows_together):
-        width = int(lengths[rows].max())
-        real = torch.arange(width) < lengths[rows, None]                                # (rows, width)
-        places.append((rows[:, None] * T + torch.arange(width))[real])
-        start, end = end, end + len(places[-1])
-        causal = torch.full((width, width), float("-inf")).triu(diagonal=1)
-        lots.append((slice(start, end), len(rows), width, real.flatten().nonzero()[:, 0], causal))
+    T, n, lots = int(lengths.max()), lengths.tolist(), []
+    for row in lengths.argsort(descending=True).tolist():
+        if not lots or n[row] < 0.9 * n[lots[-1][0]]:
+            lots.append([])
+        lots[-1].append(row)
+    shapes = [(len(rows), n[rows[0]]) for rows in lots]                         # (rows, width) of each lot
+    places = [(torch.tensor(rows)[:, None] * T + torch.arange(n[rows[0]])).flatten() for rows in lots]
+    sizes = [len(place) for place in places]
+    masks = [torch.full((width, width), float("-inf")).triu(diagonal=1) for _, width in shapes]
 
     def attend(layer, qkv):
-        out = []
-        for lot, rows, width, real, causal in lots:
-            padded = qkv.new_zeros(rows * width, qkv.shape[1]).index_copy(0, real, qkv[lot])
-            q, k, v = padded.view(rows, width, 3, heads, -1).permute(2, 0, 3, 1, 4)     # (rows, H, width, d)
-            out.append(attention(q, k, v, causal).flatten(0, 1)[real])
-        return torch.cat(out)                                                           # (N, D)
+        *parts, rest = qkv.split([*sizes, len(qkv) - sum(sizes)])
+        seen = []
+        for part, (rows, width), mask in zip(parts, shapes, masks):
+            q, k, v = part.view(rows, width, 3, heads, -1).permute(2, 0, 3, 1, 4)       # (rows, H, width, d)
+            if width > 32:
+                seen.append(attention(q, k, v, mask).flatten(0, 1))
+            else:                                       # for the shortest rows the fused kernel is faster
+                fused = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                seen.append(fused.transpose(1, 2).flatten(2).flatten(0, 1))
+        return torch.cat([*seen, rest.new_zeros(len(rest), rest.shape[1] // 3)])        # (N, D)
 
     return attend, torch.cat(places)
 
@@ -154,18 +192,30 @@ def ask(env, tok, call=None):
         raise RuntimeError(f"{name} failed, it must return {wanted} of the tokenizer's: {error}") from error
 
 
+def speak(env, words, tok, ids):
+    """The token ids of a call to its environment: (the call's words, the observation's ids, done)."""
+    call = [words[i] for i in ids]
+    if call[0] == "<call>" and call[-1] == "<end>":             # else malformed, and handed over as it is
+        call = call[1:-1]
+    return call, *ask(env, tok, call)
+
+
 @torch.no_grad()
 def rollout_batch(model, tok, envs, generator, temperature=1.0):
     """Plays one episode in each environment, in lockstep. generator (torch.Generator): all its chance.
 
     Each pass feeds every live episode what it has not seen yet (after a call that is a whole observation,
     within a call the one token just sampled), with keys and values of all earlier tokens kept, and samples
-    one token an episode. An episode that is done leaves the batch.
+    one token an episode. An episode that is done leaves the batch. No more than IN_LOCKSTEP are played at a
+    time: beyond that, keys and values outgrow a processor's cache.
 
     An episode is a dict: ids, mask (1 on tokens the policy sampled) and logps (the sampler's, 0 where mask is
     0), lists of one length; calls, a list of lists of words; env. The ids that were sampled are the ids that
     are trained: nothing is decoded and encoded again.
     """
+    if len(envs) > IN_LOCKSTEP:
+        lots = [envs[i:i + IN_LOCKSTEP] for i in range(0, len(envs), IN_LOCKSTEP)]
+        return [e for lot in lots for e in rollout_batch(model, tok, lot, generator, temperature)]
     words = list(tok)
     episodes = []
     for env in envs:
@@ -176,14 +226,15 @@ def rollout_batch(model, tok, envs, generator, temperature=1.0):
     unseen = [list(episode["ids"]) for episode in live]         # ids that the model has not run on yet
     call = [[] for _ in live]                                   # ids of the call that is being written
     heads, d = model.heads, model.width // model.heads
-    cache = torch.zeros(len(model.blocks), 2, len(live), heads, 64, d)          # keys and values of 64 tokens
+    cache = torch.zeros(len(model.blocks), 2, len(live), heads, 96, d)          # keys and values of 96 tokens
     while live:
         ends = [len(episode["ids"]) for episode in live]
         if max(ends) > MAX_EPISODE_TOKENS:
             raise RuntimeError(f"an episode of {type(live[0]['env']).__name__} passed {MAX_EPISODE_TOKENS} "
                                "tokens; does its step() ever return done?")
-        if max(ends) > cache.shape[4]:                                          # room for as many again
-            cache = F.pad(cache, (0, 0, 0, max(ends)))
+        need = max(ends) + max(len(ids) for ids in unseen)
+        if need > cache.shape[4]:                                            # room for half as many again
+            cache = F.pad(cache, (0, 0, 0, need * 3 // 2 - cache.shape[4]))
         hidden = run_unseen(model, unseen, ends, cache)                      # (B, D)
         logp = model.log_probs(hidden, temperature)                          # (B, V)
         if torch.isnan(logp).any():
@@ -198,10 +249,9 @@ def rollout_batch(model, tok, envs, generator, temperature=1.0):
             call[row].append(i)
             unseen[row] = [i]
             if words[i] == "<end>" or len(call[row]) == MAX_CALL_TOKENS:
-                spoken = [words[j] for j in call[row]]
-                well_formed = spoken[0] == "<call>" and spoken[-1] == "<end>"
-                episode["calls"].append(spoken[1:-1] if well_formed else spoken)
-                (ids, done), call[row] = ask(episode["env"], tok, episode["calls"][-1]), []
+                said, ids, done = speak(episode["env"], words, tok, call[row])
+                episode["calls"].append(said)
+                call[row] = []
                 if done:                                         # nobody reads the last observation
                     continue
                 episode["ids"] += ids
@@ -210,7 +260,9 @@ def rollout_batch(model, tok, envs, generator, temperature=1.0):
                 unseen[row] += ids
             going_on.append(row)
         if len(going_on) < len(live):
-            cache = cache.index_select(2, torch.tensor(going_on, dtype=torch.long))
+            for layer in cache:                     # the rows of the others move up
+                layer[:, :len(going_on), :, :max(ends)] = layer[:, going_on, :, :max(ends)]
+            cache = cache[:, :, :len(going_on)]
             live, unseen, call = ([rows[row] for row in going_on] for rows in (live, unseen, call))
     return episodes
 
@@ -228,33 +280,40 @@ def first_edit(episode):
 
 def run_unseen(model, unseen, ends, cache):
     """Runs the model on each row's unseen ids (lists; they end at token ends[row] of the episode), writing
-    their keys and values to the cache (layers, 2, B, H, S, d). Gives each row's last hidden state, (B, D).
+    their keys and values to the cache (layers, 2, B, H, room, d). Gives each row's last hidden state, (B, D).
 
-    The packed tokens (N) are written to their places in the cache, then padded to (B, widest) for attention.
+    The unseen are one or two within a call and some twenty after a read. Attention needs rectangles: if few
+    rows are long, one of the first two tokens of all rows, then one of what is left of the long ones. Shorter
+    rows are padded. What padding leaves in the cache is behind the row's end: out of sight, and overwritten
+    by the tokens that come there.
     """
-    B, new, S = len(unseen), torch.tensor([len(ids) for ids in unseen]), max(ends)
-    widest = int(new.max())
-    row = torch.repeat_interleave(torch.arange(B), new)               # (N,) the episode of each packed token
-    last = new.cumsum(0) - 1                                          # (B,) where in N each episode's last is
-    nth = torch.arange(len(row)) - (last - new + 1)[row]              # (N,) its number among the row's unseen
-    past = torch.tensor(ends) - new                                   # (B,) tokens already in the cache
-    place = past[row] + nth                                           # (N,) its place in the episode
-    # the row's j-th unseen token sees the places up to its own; beyond, the row's cache is zeros or of no use
-    beyond = torch.arange(S) > (past[:, None] + torch.arange(widest))[:, :, None]       # (B, widest, S)
-    attn_mask = torch.zeros(B, 1, widest, S).masked_fill_(beyond[:, None], float("-inf"))
+    B, widest = len(unseen), max(len(new) for new in unseen)
+    long = [row for row, new in enumerate(unseen) if len(new) > 2]
+    cut = 2 if 0 < len(long) <= B / 2 else widest
+    ids, lots, last = [], [], [0] * B                           # last: where in ids each row's last one is
+    for rows, start, stop in (range(B), 0, cut), (long, cut, widest):
+        if start < stop:
+            for row in rows:
+                new = unseen[row][start:stop]
+                last[row] = len(ids) + len(new) - 1
+                ids += new + [0] * (stop - start - len(new))
+            past = torch.tensor([ends[row] - len(unseen[row]) + start for row in rows])
+            place = past[:, None] + torch.arange(stop - start)          # (rows, width) in each row's episode
+            S = int(place.max()) + 1
+            beyond = torch.arange(S) > place.repeat_interleave(model.heads, dim=0)[:, :, None]
+            mask = torch.where(beyond, float("-inf"), 0.0)              # (rows * H, width, S)
+            lots.append((torch.tensor(rows), place, S, mask))
 
     def attend(layer, qkv):
-        q, k, v = qkv.view(len(row), 3, model.heads, -1).unbind(dim=1)                  # (N, H, d)
-        cache[layer, 0, row, :, place] = k
-        cache[layer, 1, row, :, place] = v
-        keys, values = cache[layer, :, :, :, :S]                                        # (B, H, S, d)
-        if widest == 1:
-            return attention(q[:, :, None], keys, values, attn_mask)[:, 0]
-        queries = q.new_zeros(B, model.heads, widest, q.shape[2])
-        queries[row, :, nth] = q
-        return attention(queries, keys, values, attn_mask)[row, nth]
+        seen = []
+        for part, (rows, place, S, mask) in zip(qkv.split([place.numel() for _, place, _, _ in lots]), lots):
+            part = part.view(*place.shape, 3, model.heads, -1)          # (rows, width, 3, H, d)
+            cache[layer][:, rows[:, None], :, place] = part[:, :, 1:]
+            k, v = cache[layer][:, :, :, :S] if len(rows) == B else cache[layer][:, rows, :, :S]
+            seen.append(attention(part[:, :, 0].transpose(1, 2), k, v, mask).flatten(0, 1))
+        return torch.cat(seen)                                                          # (N, D)
 
-    return model(torch.tensor([i for ids in unseen for i in ids]), attend)[last]
+    return model(torch.tensor(ids), attend, torch.tensor(last))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -278,21 +337,56 @@ def token_logps(model, batch, temperature=1.0, with_entropy=False):
 
     The only such function in the project: old, new and reference log-probabilities come from it, so where the
     weights are the same the ratio is 1. The output layer runs at the policy's tokens alone, a third of all.
-    with_entropy: gives (log-probabilities, mean entropy in nats of the policy's next-word distributions).
+    with_entropy: gives (log-probabilities, entropies in nats of the next-word distributions), both (B, T).
     """
     ids, mask = batch["ids"], batch["mask"]
     attend, places = packed_attention(model.heads, batch["lengths"] - 1)     # the last token predicts nothing
     T = int(batch["lengths"].max())
     inputs, targets = ids[:, :T - 1].flatten()[places], ids[:, 1:T].flatten()[places]   # (N,)
     sampled = mask[:, 1:T].flatten()[places].nonzero()[:, 0]                            # (M,) indices into N
-    logp = model.log_probs(model(inputs, attend)[sampled], temperature)                 # (M, V)
+    hidden = model(rounded(inputs), attend, rounded(sampled))[:len(sampled)]            # (M, D)
+    logp = model.log_probs(hidden, temperature)                                         # (M, V)
     chosen = logp.gather(1, targets[sampled, None])[:, 0]                               # (M,)
-    spread = chosen.new_zeros(ids.shape[0] * (T - 1)).index_copy(0, places[sampled], chosen)
-    spread = F.pad(spread.view(-1, T - 1), (1, ids.shape[1] - T))                       # (B, T)
+
+    def spread(values):                                                                 # (M,) -> (B, T)
+        flat = values.new_zeros(ids.shape[0] * (T - 1)).index_copy(0, places[sampled], values)
+        return F.pad(flat.view(-1, T - 1), (1, ids.shape[1] - T))
+
     if not with_entropy:
-        return spread
+        return spread(chosen)
     logp = logp.detach()
-    return spread, -(logp.exp() * logp).sum(dim=-1).mean()
+    return spread(chosen), spread(-(logp.exp() * logp).sum(dim=-1))
+
+
+# --------------------------------------------------------------------------------------------------
+# Optimizer
+# --------------------------------------------------------------------------------------------------
+
+def adam(weights, betas=(0.9, 0.95), eps=1e-8):
+    """Adam (arXiv 1412.6980) for a list of weights. Gives step(lr), which moves them along their gradients:
+
+        m += (1 - b1) (g - m)      v += (1 - b2) (g^2 - v)
+        w -= lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
+
+    torch.optim.Adam comes to the same; but the first optimizer of torch.optim that a process makes imports
+    torch's compiler, which takes as long as ten training steps, and 70 MB.
+    """
+    m, v, t = [torch.zeros_like(w) for w in weights], [torch.zeros_like(w) for w in weights], 0
+
+    @torch.no_grad()
+    def step(lr):
+        nonlocal t
+        t += 1
+        g = [w.grad for w in weights]
+        torch._foreach_lerp_(m, g, 1 - betas[0])
+        torch._foreach_mul_(v, betas[1])
+        torch._foreach_addcmul_(v, g, g, 1 - betas[1])
+        spread = torch._foreach_sqrt(v)
+        torch._foreach_div_(spread, (1 - betas[1] ** t) ** 0.5)
+        torch._foreach_add_(spread, eps)
+        torch._foreach_addcdiv_(weights, m, spread, -lr / (1 - betas[0] ** t))
+
+    return step
 
 
 # --------------------------------------------------------------------------------------------------
@@ -315,18 +409,24 @@ def demonstrate(tok, task, play, rng):
     return {"ids": ids, "mask": mask}
 
 
+@functools.lru_cache
+def habit_batch(words):
+    """The batch of reading_habit: the oracle's plays up to the op, and the op alone to be predicted."""
+    rng, asked, tok = random.Random(0), [], {word: i for i, word in enumerate(words)}
+    for task in (randomize_names(task, rng) for task in TRAIN_TASKS for _ in range(3)):
+        ids = demonstrate(tok, task, "oracle", rng)["ids"]
+        ids = ids[:ids.index(tok["edit"]) + 2]                          # no source and no issue has the word
+        asked.append({"ids": ids, "mask": [0] * (len(ids) - 1) + [1]})
+    return collate(asked)
+
+
 @torch.no_grad()
 def reading_habit(model, tok):
     """P(the right op | issue, a read, the source), mean over each family's training tasks: a list of five.
 
     By teacher forcing under random names, so that it is the source that tells the op.
     """
-    rng = random.Random(0)
-    tasks = [randomize_names(task, rng) for task in TRAIN_TASKS for _ in range(3)]
-    episodes = [demonstrate(tok, task, "oracle", rng) for task in tasks]
-    op_at = [e["ids"].index(tok["edit"]) + 1 for e in episodes]         # no source and no issue has the word
-    logps = token_logps(model, collate(episodes))
-    return logps[torch.arange(len(op_at)), torch.tensor(op_at)].exp().view(5, -1).mean(dim=1).tolist()
+    return token_logps(model, habit_batch(tuple(tok))).sum(dim=1).exp().view(5, -1).mean(dim=1).tolist()
 
 
 def make_base_agent(tok, seed=0, kinds=("random", "blind") * 4, rename=False, batches=IMITATION_BATCHES,
@@ -350,7 +450,8 @@ def make_base_agent(tok, seed=0, kinds=("random", "blind") * 4, rename=False, ba
         torch.manual_seed(seed)
         model, average = Policy(len(tok)), Policy(len(tok))
     average.load_state_dict(model.state_dict())
-    optimizer = torch.optim.Adam(model.parameters(), lr=IMITATION_LR, betas=(0.9, 0.95), foreach=True)
+    weights, averages = list(model.parameters()), list(average.parameters())
+    step = adam(weights)
     plays = [(task, kind) for kind in kinds for task in TRAIN_TASKS]
     known = [] if rename else [demonstrate(tok, task, kind, rng) for task, kind in plays * 2]
     for batch in range(1, batches + 1):
@@ -361,11 +462,11 @@ def make_base_agent(tok, seed=0, kinds=("random", "blind") * 4, rename=False, ba
             demos = rng.sample(known, DEMOS_PER_BATCH)
         logps = token_logps(model, collate(demos))
         loss = -logps.sum() / sum(sum(demo["mask"]) for demo in demos)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
-        optimizer.step()
+        step(IMITATION_LR)
         with torch.no_grad():
-            torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.05)
+            torch._foreach_lerp_(averages, weights, 0.05)
         if batch % 100 == 0 and not quiet:
             print(f"  batch {batch:3}: loss {loss:.3f}, {time.perf_counter() - started:.1f} s", flush=True)
         if batch % 10 == 0 and habit is not None and min(reading_habit(average, tok)) >= habit:

@@ -21,11 +21,12 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Callable, Optional
 
 import torch
 
-from agent import (build_tokenizer, collate, first_edit, load_policy, make_base_agent, make_rl_base,
+from agent import (adam, build_tokenizer, collate, first_edit, load_policy, make_base_agent, make_rl_base,
                    rollout_batch, save_policy, token_logps)
 from env import (HELDOUT_TASKS, TRAIN_TASKS, BugFixEnv, EditBudgetEnv, fail, one_line_parser,
                  open_for_writing, randomize_names)
@@ -558,11 +559,30 @@ def policy_loss(logp, old_logp, adv, mask, cfg):
 # The update
 # --------------------------------------------------------------------------------------------------
 
+def take(batch, rows):
+    """Some rows of a batch, in this order."""
+    return {name: tensor[rows] for name, tensor in batch.items()}
+
+
+def logps_and_entropies(model, batch, idle, temperature):
+    """token_logps with_entropy, (B, T) each, without a gradient for the rows that are idle, (B,) bool."""
+    order, parts = idle.argsort(), []                   # False before True
+    n = len(idle) - int(idle.sum())
+    for rows, gradient in (order[:n], True), (order[n:], False):
+        if len(rows):
+            with torch.set_grad_enabled(gradient):
+                parts.append(token_logps(model, take(batch, rows), temperature, with_entropy=True))
+    logps, entropies = zip(*parts)
+    return torch.cat(logps)[order.argsort()], torch.cat(entropies)[order.argsort()]
+
+
 UPDATE_STATS = ("clip_frac", "approx_kl", "ratio_min", "ratio_max", "entropy", "grad_norm", "kl_ref")
 
 
-def rl_update(model, optimizer, episodes, cfg, generator, ref_model=None):
+def rl_update(model, optimizer_step, episodes, cfg, generator, ref_model=None):
     """cfg.epochs passes of cfg.minibatches optimizer steps over the episodes; changes model.
+
+    optimizer_step(): moves the weights along their gradients; agent.adam's, or the step of a torch optimizer.
 
     Gives a dict: UPDATE_STATS over the optimizer steps (nan if there were none) and sec_old, the seconds for
     the old log-probabilities. FloatingPointError before a step whose loss or gradient is not finite: the
@@ -573,36 +593,44 @@ def rl_update(model, optimizer, episodes, cfg, generator, ref_model=None):
     batch, advantages = collate(episodes), compute_advantages(episodes, cfg)
     if cfg.mask_truncated:                      # overlong filtering (DAPO): in the baseline, not in the loss
         batch["mask"] &= ~torch.tensor([episode["env"].truncated for episode in episodes])[:, None]
-    # pi_old: computed by the trainer's own function, not taken from the sampler, so that r begins at 1
-    started = time.perf_counter()
+    epochs = [torch.randperm(len(episodes), generator=generator).chunk(cfg.minibatches)
+              for _ in range(cfg.epochs)]
+    # pi_old: computed by the trainer's own function, not taken from the sampler, so that r begins at 1. The
+    # first minibatch is spared this run: when its turn comes, the policy is still the old one.
+    started, old_logp = time.perf_counter(), model.words.weight.new_zeros(batch["ids"].shape)   # (N, T)
     with torch.no_grad():
-        batch["old_logp"] = token_logps(model, batch, cfg.temperature)                  # (N, T)
+        for rows in epochs[0][1:]:
+            old_logp[rows] = token_logps(model, take(batch, rows), cfg.temperature)
         if ref_model is not None:
             batch["ref_logp"] = token_logps(ref_model, batch, cfg.temperature)
     sec_old, steps = time.perf_counter() - started, []
-    for _ in range(cfg.epochs):
-        for rows in torch.randperm(len(episodes), generator=generator).chunk(cfg.minibatches):
-            part, adv = {name: tensor[rows] for name, tensor in batch.items()}, advantages[rows]
-            mask = part["mask"]
-            if not mask.any():                  # all truncated and masked: no token, no mean, no step
-                continue
-            logp, entropy = token_logps(model, part, cfg.temperature, with_entropy=True)        # (B, T)
-            loss, stats = policy_loss(logp, part["old_logp"], adv, mask, cfg)
-            # KL(pi_old || pi), since it is pi_old that sampled the tokens
-            stats["approx_kl"] = kl_penalty(part["old_logp"], logp.detach(), "k3")[mask].mean()
-            if ref_model is not None:
-                kl = kl_penalty(logp, part["ref_logp"], cfg.kl_kind)[mask].mean()
-                loss, stats["kl_ref"] = loss + cfg.kl_coef * kl, kl.detach()
-            optimizer.zero_grad()
+    for number, rows in enumerate(rows for minibatches in epochs for rows in minibatches):
+        part, adv = take(batch, rows), advantages[rows]
+        mask = part["mask"]
+        if not mask.any():                      # all truncated and masked: no token, no mean, no step
+            continue
+        # A is a factor of every policy loss: where it is 0 there is no gradient, and no need to run backwards
+        idle = (adv == 0) & (ref_model is None)
+        logp, entropy = logps_and_entropies(model, part, idle, cfg.temperature)         # (B, T)
+        if number == 0:
+            old_logp[rows] = logp.detach()
+        loss, stats = policy_loss(logp, old_logp[rows], adv, mask, cfg)
+        # KL(pi_old || pi), since it is pi_old that sampled the tokens
+        stats["approx_kl"] = kl_penalty(old_logp[rows], logp.detach(), "k3")[mask].mean()
+        if ref_model is not None:
+            kl = kl_penalty(logp, part["ref_logp"], cfg.kl_kind)[mask].mean()
+            loss, stats["kl_ref"] = loss + cfg.kl_coef * kl, kl.detach()
+        model.zero_grad()
+        if not idle.all():
             loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-            if not (torch.isfinite(loss) and torch.isfinite(norm)):
-                raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm.item()}, largest ratio "
-                                         f"{stats['ratio_max'].item():.3g}")
-            if adv.any() or ref_model is not None:      # else there is nothing but Adam's momentum to follow
-                optimizer.step()
-            stats.update(entropy=entropy, grad_norm=norm)
-            steps.append({name: value.item() for name, value in stats.items()})
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+        if not (torch.isfinite(loss) and torch.isfinite(norm)):
+            raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm.item()}, largest ratio "
+                                     f"{stats['ratio_max'].item():.3g}")
+        if adv.any() or ref_model is not None:          # else there is nothing but Adam's momentum to follow
+            optimizer_step()
+        stats.update(entropy=entropy[mask].mean(), grad_norm=norm)
+        steps.append({name: value.item() for name, value in stats.items()})
     combine = {"ratio_min": min, "ratio_max": max}
     columns = {name: [stats[name] for stats in steps if name in stats] or [math.nan] for name in UPDATE_STATS}
     return {**{name: combine.get(name, mean)(column) for name, column in columns.items()}, "sec_old": sec_old}
@@ -633,17 +661,16 @@ def train_rl(model, tok, cfg, train_tasks, eval_tasks=None, ref_model=None, env_
     check_config(cfg, len(train_tasks))
     if cfg.kl_coef > 0 and ref_model is None:
         ref_model = copy.deepcopy(model).requires_grad_(False)
-    optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), foreach=True)
+    optimizer_step = adam(list(model.parameters()))
     history, good = [], copy.deepcopy(model.state_dict())
     for step in range(cfg.steps):
         generator = step_generator(cfg.seed, step)
-        for group in optimizer.param_groups:
-            group["lr"] = cfg.lr * min(1, (step + 1) / WARMUP_STEPS)
+        lr = cfg.lr * min(1, (step + 1) / WARMUP_STEPS)
         started = time.perf_counter()
         try:
             kept, sampled = sample_step(model, tok, cfg, train_tasks, generator, env_factory)
             sampled_at, good = time.perf_counter(), copy.deepcopy(model.state_dict())
-            update = rl_update(model, optimizer, kept, cfg, generator, ref_model)
+            update = rl_update(model, partial(optimizer_step, lr), kept, cfg, generator, ref_model)
         except FloatingPointError as error:             # back to the last weights that could be sampled from
             model.load_state_dict(good)
             raise FloatingPointError(f"step {step}: {error}; learning rate {cfg.lr}") from None

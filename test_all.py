@@ -5,6 +5,7 @@ implementation here, or by public trainers (the numbers below are theirs).
 """
 import contextlib
 import copy
+import functools
 import inspect
 import io
 import itertools
@@ -58,6 +59,14 @@ def fresh_policy(seed=0):
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+def no_step():
+    """An optimizer_step for rl_update that leaves the gradients to be looked at."""
+
+
+def adam_step(model, lr):
+    return functools.partial(agent.adam(list(model.parameters())), lr)
 
 
 def some_episodes(n_tasks=4, group_size=4, seed=0, model=None, cfg=None):
@@ -285,8 +294,13 @@ class TestAgent(unittest.TestCase):
 
     def test_log_probabilities_against_a_plain_forward_pass(self):
         # a second implementation: one episode at a time, no packing, a loop over heads, torch's own layer
-        # norm and gelu
-        model, episode = rl_base(), some_episodes(1, 1)[0]
+        # norm and gelu; for a long row and for a short one, which go through attention by different ways
+        for episode in (max(some_episodes(4, 4), key=lambda e: len(e["ids"])),
+                        agent.demonstrate(TOK, TASKS[0], "blind", random.Random(0))):
+            self.compare_with_a_plain_forward_pass(episode)
+
+    def compare_with_a_plain_forward_pass(self, episode):
+        model = rl_base()
         ids = torch.tensor(episode["ids"])
         x = model.words.weight[ids]
         T = len(ids)
@@ -306,7 +320,59 @@ class TestAgent(unittest.TestCase):
         got, entropy = token_logps(model, collate([episode]), 0.5, with_entropy=True)
         self.assertLess((got[0] - expected).abs().max(), 1e-4)
         at = torch.tensor(episode["mask"]).nonzero()[:, 0] - 1
-        self.assertAlmostEqual(entropy.item(), (-(logp.exp() * logp).sum(-1)[at]).mean().item(), places=4)
+        self.assertLess((entropy[0, at + 1] - -(logp.exp() * logp).sum(-1)[at]).abs().max(), 1e-4)
+        self.assertEqual(entropy[0][torch.tensor(episode["mask"]) == 0].abs().max(), 0)
+
+    def test_onednn_changes_nothing_but_rounding(self):
+        batch = collate(some_episodes(6, 8))
+        def run():
+            model, seen = rl_base(), []
+            count = lambda f, x: (seen.append(len(x)), by_onednn(f, x))[1]
+            with mock.patch.object(agent, "by_onednn", count):
+                logps = token_logps(model, batch)
+            logps.sum().backward()
+            return logps.detach(), torch.cat([p.grad.flatten() for p in model.parameters()]), seen
+        by_onednn = agent.by_onednn
+        fast, fast_gradient, seen = run()
+        self.assertGreater(max(seen), 1000)                 # the tokens of 48 episodes at once, all rounded
+        self.assertTrue(all(n % 128 == 0 for n in seen if n >= 256))
+        by_onednn = lambda f, x: f(x)
+        plain, plain_gradient, _ = run()
+        self.assertLess((fast - plain).abs().max(), 1e-4)
+        self.assertLess((fast_gradient - plain_gradient).abs().max(), 1e-4 * plain_gradient.abs().max())
+        double = token_logps(rl_base().double(), batch)     # oneDNN has no float64: the usual way, then
+        self.assertEqual(double.dtype, torch.float64)
+        self.assertLess((double - plain).abs().max(), 1e-4)
+
+    def test_sampling_runs_short_and_long_rows_together_and_apart(self):
+        # rows with 1, 2 and 20 unseen tokens behind a common past, few of them long or most: the last hidden
+        # states are those of running each row whole, alone
+        model = rl_base()
+        d, rng = model.width // model.heads, random.Random(0)
+        for lengths in ([1, 20, 2, 1, 17, 1], [20, 17, 1, 20, 2], [1, 1, 1], [2, 1, 2], [5, 5], [1, 3]):
+            rows = [[rng.randrange(len(TOK)) for _ in range(6 + n)] for n in lengths]
+            cache = torch.zeros(len(model.blocks), 2, len(rows), model.heads, 64, d)
+            with torch.no_grad():
+                agent.run_unseen(model, [ids[:6] for ids in rows], [6] * len(rows), cache)
+                hidden = agent.run_unseen(model, [ids[6:] for ids in rows], [len(ids) for ids in rows], cache)
+                for row, ids in enumerate(rows):
+                    attend, places = agent.packed_attention(model.heads, torch.tensor([len(ids)]))
+                    alone = model(torch.tensor(ids)[places], attend, torch.tensor([len(ids) - 1]))
+                    self.assertLess((hidden[row] - alone[0]).abs().max(), 1e-4, lengths)
+
+    def test_adam_is_torchs(self):
+        a, b = fresh_policy(), fresh_policy()
+        step = agent.adam(list(a.parameters()))
+        reference = torch.optim.Adam(b.parameters(), betas=(0.9, 0.95))
+        for i in range(5):
+            reference.param_groups[0]["lr"] = lr = 1e-3 * (i + 1)
+            for p, q in zip(a.parameters(), b.parameters()):
+                p.grad = torch.randn(p.shape, generator=generator(i)) * 10.0 ** (i - 3)
+                q.grad = p.grad.clone()
+            step(lr)
+            reference.step()
+            for p, q in zip(a.parameters(), b.parameters()):
+                self.assertLess((p - q).abs().max(), 1e-7)
 
     def test_masks_cover_the_policys_tokens_and_nothing_else(self):
         class Babbler(agent.Policy):            # calls that begin or end well, both, or neither
@@ -832,15 +898,13 @@ class TestUpdate(unittest.TestCase):
                 total = total - a * logps.sum() / (
                     tokens if agg == "token_mean" else rows * sum(episode["mask"]))
             expected = torch.autograd.grad(total, list(model.parameters()))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            stats = grpo.rl_update(model, optimizer, episodes, cfg, generator())
+            stats = grpo.rl_update(model, no_step, episodes, cfg, generator())
             for p, g in zip(model.parameters(), expected):
                 self.assertLess((p.grad - g).abs().max(), 1e-6)
             norm = math.sqrt(sum((g ** 2).sum().item() for g in expected))
             self.assertAlmostEqual(stats["grad_norm"], norm, places=4)
             self.assertEqual(stats["clip_frac"], 0)
-            for name in ("ratio_min", "ratio_max"):         # rounding: rows come in another order
-                self.assertAlmostEqual(stats[name], 1, delta=1e-5)
+            self.assertEqual((stats["ratio_min"], stats["ratio_max"], stats["approx_kl"]), (1, 1, 0))
 
     def test_the_second_minibatch_can_be_clipped_and_only_where_A_pushed(self):
         model, episodes = rl_base(), some_episodes(6, 8)
@@ -848,7 +912,7 @@ class TestUpdate(unittest.TestCase):
         batch, adv = collate(episodes), grpo.compute_advantages(episodes, RLConfig(group_size=8))
         with torch.no_grad():
             old = token_logps(model, batch)
-        grpo.rl_update(model, torch.optim.Adam(model.parameters(), lr=5e-3), episodes, cfg, generator())
+        grpo.rl_update(model, adam_step(model, 5e-3), episodes, cfg, generator())
         logp = token_logps(model, batch).detach()
         _, g = gradient(lambda x: grpo.ppo_policy_loss(x, old, adv, batch["mask"])[0], logp)
         r, A, mask = (logp - old).exp(), adv[:, None].expand_as(logp), batch["mask"]
@@ -856,18 +920,64 @@ class TestUpdate(unittest.TestCase):
         self.assertGreater(silent.sum(), 0)
         self.assertTrue(torch.equal(silent, mask & (((A > 0) & (r > 1.2)) | ((A < 0) & (r < 0.8)))))
         still = rl_base()                       # weights that do not move: the second minibatch clips nothing
-        stats = grpo.rl_update(still, torch.optim.Adam(still.parameters(), lr=0.0), episodes,
-                               RLConfig(minibatches=2), generator())
+        stats = grpo.rl_update(still, no_step, episodes, RLConfig(minibatches=2), generator())
         self.assertEqual(stats["clip_frac"], 0)
+        for name in ("ratio_min", "ratio_max"):             # rounding: a row in other company
+            self.assertAlmostEqual(stats[name], 1, delta=1e-5)
+
+    def test_pi_old_is_the_policy_before_the_first_minibatch_for_all(self):
+        # the second minibatch's ratios: the weights in between over those at the start, worked out here
+        model, old, episodes = rl_base(), rl_base(), some_episodes(6, 8)
+        between, take = [], adam_step(model, 5e-3)
+        def step():
+            take()
+            between.append(copy.deepcopy(model))
+        cfg = RLConfig(minibatches=2)
+        stats = grpo.rl_update(model, step, episodes, cfg, generator(7))
+        second = torch.randperm(48, generator=generator(7)).chunk(2)[1].tolist()
+        batch = collate([episodes[i] for i in second])
+        with torch.no_grad():
+            log_r = (token_logps(between[0], batch) - token_logps(old, batch))[batch["mask"]]
+        self.assertLess(log_r.min(), -0.05)
+        self.assertAlmostEqual(stats["ratio_min"], log_r.min().exp().item(), places=4)
+        self.assertAlmostEqual(stats["ratio_max"], log_r.max().exp().item(), places=3)
+        k3 = (log_r.exp() - 1 - log_r).mean().item()            # KL(old || new), l = log(new / old)
+        self.assertAlmostEqual(stats["approx_kl"], k3 / 2, places=5)        # mean of 0 and this
+
+    def test_episodes_without_advantage_cost_no_gradient_and_are_counted(self):
+        # rows with A = 0 are run without a gradient: loss, gradient and statistics are those of all rows
+        episodes = some_episodes(6, 8)
+        for i, episode in enumerate(episodes):
+            episode["reward"] = float(i % 3 == 0 and i < 24)    # the last three groups agree
+        for level in ("token", "gmpo", "none"):
+            cfg = RLConfig(minibatches=1, max_grad_norm=1e9, ratio_level=level)
+            model, reference = rl_base(), rl_base()
+            backward = []
+            with mock.patch.object(grpo, "token_logps", side_effect=lambda *a, **k: (
+                    backward.append((len(a[1]["ids"]), torch.is_grad_enabled())), token_logps(*a, **k))[1]):
+                stats = grpo.rl_update(model, no_step, episodes, cfg, generator())
+            self.assertEqual(sorted(backward), [(24, False), (24, True)])
+            batch, adv = collate(episodes), grpo.compute_advantages(episodes, cfg)
+            logp, entropy = token_logps(reference, batch, with_entropy=True)
+            grpo.policy_loss(logp, logp.detach(), adv, batch["mask"], cfg)[0].backward()
+            for p, q in zip(model.parameters(), reference.parameters()):
+                self.assertLess((p.grad - q.grad).abs().max(), 1e-6)
+            self.assertAlmostEqual(stats["entropy"], entropy[batch["mask"]].mean().item(), places=5)
+        with_kl = []
+        with mock.patch.object(grpo, "token_logps", side_effect=lambda *a, **k: (
+                with_kl.append((len(a[1]["ids"]), torch.is_grad_enabled())), token_logps(*a, **k))[1]):
+            grpo.rl_update(rl_base(), no_step, episodes, RLConfig(minibatches=1, kl_coef=0.1), generator(),
+                           rl_base())
+        self.assertEqual(sorted(with_kl), [(48, False), (48, True)])        # the KL term is everybody's
 
     def unchanged_by(self, episodes, cfg, ref_model=None):
         model = rl_base()
         before = copy.deepcopy(model.state_dict())
-        optimizer = torch.optim.Adam(model.parameters(), lr=1.0)
+        step = adam_step(model, 1.0)
         # has momentum now
-        grpo.rl_update(model, optimizer, some_episodes(4, 8, seed=9), RLConfig(lr=1.0), generator())
+        grpo.rl_update(model, step, some_episodes(4, 8, seed=9), RLConfig(lr=1.0), generator())
         model.load_state_dict(before)
-        stats = grpo.rl_update(model, optimizer, episodes, cfg, generator(), ref_model)
+        stats = grpo.rl_update(model, step, episodes, cfg, generator(), ref_model)
         for name, tensor in model.state_dict().items():
             self.assertTrue(torch.equal(tensor, before[name]), name)
         return stats
@@ -891,7 +1001,7 @@ class TestUpdate(unittest.TestCase):
             episode["reward"], episode["env"].truncated = float(i % 4), i % 4 == 3
         def grads(cfg):
             model = rl_base()
-            grpo.rl_update(model, torch.optim.SGD(model.parameters(), lr=0.0), episodes, cfg, generator())
+            grpo.rl_update(model, no_step, episodes, cfg, generator())
             return torch.cat([p.grad.flatten() for p in model.parameters()])
         model = rl_base()
         adv = grpo.compute_advantages(episodes, RLConfig(group_size=4))
@@ -902,6 +1012,19 @@ class TestUpdate(unittest.TestCase):
         cfg = dict(group_size=4, minibatches=1, max_grad_norm=1e9)
         self.assertLess((grads(RLConfig(**cfg, mask_truncated=True)) - expected).abs().max(), 1e-5)
         self.assertGreater((grads(RLConfig(**cfg)) - expected).abs().max(), 1e-4)
+
+    def test_rows_that_are_masked_and_idle_in_every_mixture(self):
+        # with and without advantage, with and without a token: finite always, and a step only where it counts
+        episodes = some_episodes(2, 4)
+        for pattern in itertools.product((0, 1), repeat=4):
+            for i, episode in enumerate(episodes):          # group 0: rewards differ; group 1: they agree
+                episode["reward"] = float(i < 4 and i % 2)
+                episode["env"].truncated = bool(pattern[i // 4 * 2 + i % 2])
+            steps = []
+            stats = grpo.rl_update(rl_base(), lambda: steps.append(1), episodes,
+                                   RLConfig(group_size=4, minibatches=1, mask_truncated=True), generator())
+            self.assertEqual(math.isnan(stats["entropy"]), pattern == (1, 1, 1, 1))
+            self.assertEqual(stats["grad_norm"] > 0, 0 in pattern[:2], pattern)
 
     def test_kl_term(self):
         # added to the loss with its weight, a mean over policy tokens, against the reference given
@@ -918,8 +1041,7 @@ class TestUpdate(unittest.TestCase):
             value = {"k1": -l, "k2": l ** 2 / 2, "k3": l.exp() - 1 - l}[kind]
             expected = torch.autograd.grad(0.5 * (value * batch["mask"]).sum() / batch["mask"].sum(),
                                            list(model.parameters()))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            stats = grpo.rl_update(model, optimizer, episodes, cfg, generator(), ref)
+            stats = grpo.rl_update(model, no_step, episodes, cfg, generator(), ref)
             for p, g in zip(model.parameters(), expected):
                 self.assertLess((p.grad - g).abs().max(), 1e-4 * max(1, g.abs().max()))
             self.assertAlmostEqual(stats["kl_ref"],
@@ -932,7 +1054,7 @@ class TestUpdate(unittest.TestCase):
         expected = torch.autograd.grad(
             -(adv[:, None] * token_logps(model, batch, 0.6)).sum() / batch["mask"].sum(),
             list(model.parameters()))
-        grpo.rl_update(model, torch.optim.SGD(model.parameters(), lr=0.0), episodes, cfg, generator())
+        grpo.rl_update(model, no_step, episodes, cfg, generator())
         for p, g in zip(model.parameters(), expected):
             self.assertLess((p.grad - g).abs().max(), 1e-5)
 
@@ -943,8 +1065,8 @@ class TestUpdate(unittest.TestCase):
             episode["reward"] = float(i % 2)
         episodes[0]["reward"] = 1e38 * 10
         with self.assertRaisesRegex(FloatingPointError, "gradient norm"):
-            grpo.rl_update(model, torch.optim.Adam(model.parameters()), episodes,
-                           RLConfig(group_size=4, minibatches=1), generator())
+            grpo.rl_update(model, adam_step(model, 1e-3), episodes, RLConfig(group_size=4, minibatches=1),
+                           generator())
         for name, tensor in model.state_dict().items():
             self.assertTrue(torch.equal(tensor, before[name]))
 
