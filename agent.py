@@ -200,7 +200,7 @@ def speak(env, words, tok, ids):
     return call, *ask(env, tok, call)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def rollout_batch(model, tok, envs, generator, temperature=1.0):
     """Plays one episode in each environment, in lockstep. generator (torch.Generator): all its chance.
 
