@@ -9,6 +9,7 @@ turns. Only what the policy sampled is ever trained on, so a mask goes with the 
     python agent.py                 trains both base agents for seeds 0 to 4 and prints what they do
     python agent.py --seeds 1       for seed 0 alone
 """
+import copy
 import functools
 import os
 import random
@@ -63,16 +64,18 @@ def decode(tok, ids):
 def by_onednn(f, x):
     """f(x) for x (N, D), with oneDNN's matrix products in place of torch's usual ones, which are MKL's.
 
-    Both come with torch and round alike. On AMD processors oneDNN's are twice as fast, but each new N costs
-    them some milliseconds and megabytes: for training only, where N is a multiple of 128 (`rounded`).
+    Both come with torch and give the same up to float error. On AMD processors oneDNN's are twice as fast,
+    but compile something for each new N, so N is kept to few values (padded_to_128), and sampling, where it
+    takes any value, is left out.
     """
-    if len(x) < 256 or len(x) % 128 or x.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+    if (len(x) < 256 or len(x) % 128 or x.dtype != torch.float32 or torch.is_inference_mode_enabled()
+            or not torch.backends.mkldnn.is_available()):
         return f(x)
     return f(x.to_mkldnn()).to_dense()
 
 
-def rounded(ids):
-    """ids (N,), filled up with zeros to a multiple of 128 unless they are few."""
+def padded_to_128(ids):
+    """ids (N,), with zeros behind up to a multiple of 128 unless they are few."""
     return ids if len(ids) < 256 else F.pad(ids, (0, -len(ids) % 128))
 
 
@@ -84,7 +87,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def mlp(self, x):
-        return by_onednn(lambda x: self.down(F.gelu(self.up(x))), self.norm2(x))
+        return by_onednn(lambda h: self.down(F.gelu(self.up(h))), self.norm2(x))
 
 
 class Policy(nn.Module):
@@ -104,6 +107,7 @@ class Policy(nn.Module):
         # Embeddings of norm 1: with the usual 0.02 the tied output layer starts so flat that a few hundred
         # batches of imitation never get to "after this source, that op". Small query and key weights start
         # attention near an average over all that came before, from which "is there an `or`?" is a short way.
+        # Each layer adds to x twice: divided by the root of their number, the sum keeps its size.
         nn.init.normal_(self.words.weight, std=width ** -0.5)
         for block in self.blocks:
             for layer, gain in ((block.qkv, 0.5), (block.up, 1.0), (block.out, (2 * layers) ** -0.5),
@@ -112,17 +116,19 @@ class Policy(nn.Module):
                 nn.init.zeros_(layer.bias)
 
     def forward(self, ids, attend, wanted):
-        """ids (N,) -> the last hidden states (M, D) of the tokens at wanted (M,), which are indices into N.
+        """ids (N,) -> the hidden states after the last layer, (M, D), of the tokens ids[wanted], wanted (M,).
 
-        attend(layer, qkv (N, 3D)) -> (N, D): what each token sees in those up to it.
+        attend(layer, qkv (N, 3D)) -> (N, D): what each token sees in those up to it. Two short cuts: without
+        positions, what goes into the first layer's attention depends on the word alone, so it is computed
+        once a word (V) and looked up (N); and behind the last layer's, only the wanted tokens go on.
         """
         x = self.words.weight                                                           # (V, D)
         for layer, block in enumerate(self.blocks):
             qkv = by_onednn(block.qkv, block.norm1(x))
-            if layer == 0:      # a token without a position is its word until it has looked around: up to
-                x, qkv = F.embedding(ids, x), F.embedding(ids, qkv)     # here, one row a word was enough
+            if layer == 0:
+                x, qkv = F.embedding(ids, x), F.embedding(ids, qkv)                     # (N, D), (N, 3D)
             seen = attend(layer, qkv)                                                   # (N, D)
-            if layer == len(self.blocks) - 1:       # and from here on, nobody looks at the unwanted ones
+            if layer == len(self.blocks) - 1:
                 x, seen = x[wanted], seen[wanted]                                       # (M, D)
             x = x + block.out(seen)
             x = x + block.mlp(x)
@@ -137,7 +143,7 @@ def attention(q, k, v, mask):
     """softmax(q k' / sqrt(d) + mask) v: q (B, H, T, d), k and v (B, H, S, d) -> (B, T, H * d).
 
     mask (T, S) or (B * H, T, S): -inf where q may not look, else 0. Two products and a softmax are faster at
-    this size than torch's fused kernel, on two threads above all.
+    this size than torch's fused kernel, on two threads above all; but for the shortest rows.
     """
     B, H, T, d = q.shape
     q, k, v = (x.reshape(B * H, -1, d) for x in (q, k, v))
@@ -146,30 +152,31 @@ def attention(q, k, v, mask):
 
 
 def packed_attention(heads, lengths):
-    """attend() for packed episodes of lengths (B,), and `places` (N,): where each packed token is in (B, T).
+    """attend() for packed episodes of lengths (B,), and `places` (N,): each packed token's index in a
+    flattened (B, T), T the longest.
 
-    Attention needs rectangles. So the longest episode and all of nearly its length are packed together, each
+    Attention needs rectangles. So the longest episode and all at least 0.9 as long are packed together, each
     padded to it, then the longest of the others, and so on: some 3% of padding, five rectangles or so. Tokens
-    that fill up behind the last (`rounded`) see nothing and nobody sees them.
+    behind the last rectangle (padded_to_128) see nothing, and nobody sees them.
     """
-    T, n, lots = int(lengths.max()), lengths.tolist(), []
+    T, n, rectangles = int(lengths.max()), lengths.tolist(), []                 # lists of rows
     for row in lengths.argsort(descending=True).tolist():
-        if not lots or n[row] < 0.9 * n[lots[-1][0]]:
-            lots.append([])
-        lots[-1].append(row)
-    shapes = [(len(rows), n[rows[0]]) for rows in lots]                         # (rows, width) of each lot
-    places = [(torch.tensor(rows)[:, None] * T + torch.arange(n[rows[0]])).flatten() for rows in lots]
+        if not rectangles or n[row] < 0.9 * n[rectangles[-1][0]]:
+            rectangles.append([])
+        rectangles[-1].append(row)
+    shapes = [(len(rows), n[rows[0]]) for rows in rectangles]
+    places = [(torch.tensor(rows)[:, None] * T + torch.arange(n[rows[0]])).flatten() for rows in rectangles]
     sizes = [len(place) for place in places]
     masks = [torch.full((width, width), float("-inf")).triu(diagonal=1) for _, width in shapes]
 
     def attend(layer, qkv):
         *parts, rest = qkv.split([*sizes, len(qkv) - sum(sizes)])
         seen = []
-        for part, (rows, width), mask in zip(parts, shapes, masks):
-            q, k, v = part.view(rows, width, 3, heads, -1).permute(2, 0, 3, 1, 4)       # (rows, H, width, d)
+        for part, (count, width), mask in zip(parts, shapes, masks):
+            q, k, v = part.view(count, width, 3, heads, -1).permute(2, 0, 3, 1, 4)      # (count, H, width, d)
             if width > 32:
                 seen.append(attention(q, k, v, mask).flatten(0, 1))
-            else:                                       # for the shortest rows the fused kernel is faster
+            else:
                 fused = F.scaled_dot_product_attention(q, k, v, is_causal=True)
                 seen.append(fused.transpose(1, 2).flatten(2).flatten(0, 1))
         return torch.cat([*seen, rest.new_zeros(len(rest), rest.shape[1] // 3)])        # (N, D)
@@ -186,15 +193,19 @@ def ask(env, tok, call=None):
     name = f"{type(env).__name__}.{'reset()' if call is None else f'step({call})'}"
     try:
         observation, done = (env.reset(), False) if call is None else env.step(call)
-        return encode(tok, list(observation)), bool(done)
+        ids = encode(tok, list(observation))
+        if call is None and not ids:
+            raise ValueError("no word to begin with")
+        return ids, bool(done)
     except Exception as error:
-        wanted = "words" if call is None else "(words, done)"
-        raise RuntimeError(f"{name} failed, it must return {wanted} of the tokenizer's: {error}") from error
+        wanted = "words, at least one" if call is None else "(words, done)"
+        raise RuntimeError(f"{name} failed: {error!r}. It must return {wanted}, in the tokenizer's words"
+                           ) from error
 
 
-def speak(env, words, tok, ids):
+def speak(env, tok, ids):
     """The token ids of a call to its environment: (the call's words, the observation's ids, done)."""
-    call = [words[i] for i in ids]
+    call = decode(tok, ids)
     if call[0] == "<call>" and call[-1] == "<end>":             # else malformed, and handed over as it is
         call = call[1:-1]
     return call, *ask(env, tok, call)
@@ -202,7 +213,7 @@ def speak(env, words, tok, ids):
 
 @torch.inference_mode()
 def rollout_batch(model, tok, envs, generator, temperature=1.0):
-    """Plays one episode in each environment, in lockstep. generator (torch.Generator): all its chance.
+    """Plays one episode in each environment, in lockstep. generator (torch.Generator): the only chance in it.
 
     Each pass feeds every live episode what it has not seen yet (after a call that is a whole observation,
     within a call the one token just sampled), with keys and values of all earlier tokens kept, and samples
@@ -210,29 +221,30 @@ def rollout_batch(model, tok, envs, generator, temperature=1.0):
     time: beyond that, keys and values outgrow a processor's cache.
 
     An episode is a dict: ids, mask (1 on tokens the policy sampled) and logps (the sampler's, 0 where mask is
-    0), lists of one length; calls, a list of lists of words; env. The ids that were sampled are the ids that
-    are trained: nothing is decoded and encoded again.
+    0), three lists of equal length; calls, a list of lists of words; env. The ids that were sampled are the
+    ids that are trained: nothing is decoded and encoded again.
     """
     if len(envs) > IN_LOCKSTEP:
-        lots = [envs[i:i + IN_LOCKSTEP] for i in range(0, len(envs), IN_LOCKSTEP)]
-        return [e for lot in lots for e in rollout_batch(model, tok, lot, generator, temperature)]
-    words = list(tok)
+        some = [envs[i:i + IN_LOCKSTEP] for i in range(0, len(envs), IN_LOCKSTEP)]
+        return [e for part in some for e in rollout_batch(model, tok, part, generator, temperature)]
     episodes = []
     for env in envs:
         ids, _ = ask(env, tok)
-        zeros = [0] * len(ids)
-        episodes.append({"ids": ids, "mask": zeros, "logps": [0.0] * len(ids), "calls": [], "env": env})
+        episodes.append({"ids": ids, "mask": [0] * len(ids), "logps": [0.0] * len(ids), "calls": [],
+                         "env": env})
+    # row b of all four is the same episode; one that is done leaves them
     live = list(episodes)
-    unseen = [list(episode["ids"]) for episode in live]         # ids that the model has not run on yet
+    unseen = [episode["ids"][:] for episode in live]            # ids that the model has not run on yet
     call = [[] for _ in live]                                   # ids of the call that is being written
-    heads, d = model.heads, model.width // model.heads
-    cache = torch.zeros(len(model.blocks), 2, len(live), heads, 96, d)          # keys and values of 96 tokens
+    cache = model.words.weight.new_zeros(                       # keys and values: room for 96 tokens
+        len(model.blocks), 2, len(live), model.heads, 96, model.width // model.heads)
     while live:
         ends = [len(episode["ids"]) for episode in live]
         if max(ends) > MAX_EPISODE_TOKENS:
-            raise RuntimeError(f"an episode of {type(live[0]['env']).__name__} passed {MAX_EPISODE_TOKENS} "
-                               "tokens; does its step() ever return done?")
-        need = max(ends) + max(len(ids) for ids in unseen)
+            endless = type(live[ends.index(max(ends))]["env"]).__name__
+            raise RuntimeError(f"an episode of {endless} passed {MAX_EPISODE_TOKENS} tokens; does its step() "
+                               "ever return done?")
+        need = max(ends) + max(len(new) for new in unseen)      # padding may reach as far beyond the end
         if need > cache.shape[4]:                                            # room for half as many again
             cache = F.pad(cache, (0, 0, 0, need * 3 // 2 - cache.shape[4]))
         hidden = run_unseen(model, unseen, ends, cache)                      # (B, D)
@@ -248,8 +260,8 @@ def rollout_batch(model, tok, envs, generator, temperature=1.0):
             episode["logps"].append(chosen_logp[row])
             call[row].append(i)
             unseen[row] = [i]
-            if words[i] == "<end>" or len(call[row]) == MAX_CALL_TOKENS:
-                said, ids, done = speak(episode["env"], words, tok, call[row])
+            if i == tok["<end>"] or len(call[row]) == MAX_CALL_TOKENS:
+                said, ids, done = speak(episode["env"], tok, call[row])
                 episode["calls"].append(said)
                 call[row] = []
                 if done:                                         # nobody reads the last observation
@@ -260,7 +272,7 @@ def rollout_batch(model, tok, envs, generator, temperature=1.0):
                 unseen[row] += ids
             going_on.append(row)
         if len(going_on) < len(live):
-            for layer in cache:                     # the rows of the others move up
+            for layer in cache:                     # the others' rows move up, over those that are done
                 layer[:, :len(going_on), :, :max(ends)] = layer[:, going_on, :, :max(ends)]
             cache = cache[:, :, :len(going_on)]
             live, unseen, call = ([rows[row] for row in going_on] for rows in (live, unseen, call))
@@ -282,33 +294,35 @@ def run_unseen(model, unseen, ends, cache):
     """Runs the model on each row's unseen ids (lists; they end at token ends[row] of the episode), writing
     their keys and values to the cache (layers, 2, B, H, room, d). Gives each row's last hidden state, (B, D).
 
-    The unseen are one or two within a call and some twenty after a read. Attention needs rectangles: if few
-    rows are long, one of the first two tokens of all rows, then one of what is left of the long ones. Shorter
-    rows are padded. What padding leaves in the cache is behind the row's end: out of sight, and overwritten
-    by the tokens that come there.
+    Within a call a row has one unseen token, after it two or more, after a read some twenty. Attention needs
+    rectangles: if at most half of the rows have more than two, the first two tokens of every row are one and
+    the rest of the long rows another; else all is one. Shorter rows are padded. What padding leaves in the
+    cache is behind the row's end: out of sight, and overwritten by the tokens that come there.
     """
     B, widest = len(unseen), max(len(new) for new in unseen)
     long = [row for row, new in enumerate(unseen) if len(new) > 2]
     cut = 2 if 0 < len(long) <= B / 2 else widest
-    ids, lots, last = [], [], [0] * B                           # last: where in ids each row's last one is
+    ids, rectangles, last = [], [], [0] * B                     # last: where in ids each row's last one is
     for rows, start, stop in (range(B), 0, cut), (long, cut, widest):
-        if start < stop:
-            for row in rows:
-                new = unseen[row][start:stop]
-                last[row] = len(ids) + len(new) - 1
-                ids += new + [0] * (stop - start - len(new))
-            past = torch.tensor([ends[row] - len(unseen[row]) + start for row in rows])
-            place = past[:, None] + torch.arange(stop - start)          # (rows, width) in each row's episode
-            S = int(place.max()) + 1
-            beyond = torch.arange(S) > place.repeat_interleave(model.heads, dim=0)[:, :, None]
-            mask = torch.where(beyond, float("-inf"), 0.0)              # (rows * H, width, S)
-            lots.append((torch.tensor(rows), place, S, mask))
+        if start == stop:
+            continue
+        for row in rows:                                        # a long row's last: set now, and set right in
+            new = unseen[row][start:stop]                       # the second turn
+            last[row] = len(ids) + len(new) - 1
+            ids += new + [0] * (stop - start - len(new))
+        before = torch.tensor([ends[row] - len(unseen[row]) + start for row in rows])
+        place = before[:, None] + torch.arange(stop - start)    # (rows, width), within each row's episode
+        S = int(place.max()) + 1
+        beyond = torch.arange(S) > place.repeat_interleave(model.heads, dim=0)[:, :, None]
+        mask = torch.where(beyond, float("-inf"), 0.0)          # (rows * H, width, S)
+        rectangles.append((torch.tensor(rows), place, S, mask))
+    sizes = [place.numel() for _, place, _, _ in rectangles]
 
     def attend(layer, qkv):
         seen = []
-        for part, (rows, place, S, mask) in zip(qkv.split([place.numel() for _, place, _, _ in lots]), lots):
+        for part, (rows, place, S, mask) in zip(qkv.split(sizes), rectangles):
             part = part.view(*place.shape, 3, model.heads, -1)          # (rows, width, 3, H, d)
-            cache[layer][:, rows[:, None], :, place] = part[:, :, 1:]
+            cache[layer][:, rows[:, None], :, place] = part[:, :, 1:]   # set as (rows, width, 2, H, d)
             k, v = cache[layer][:, :, :, :S] if len(rows) == B else cache[layer][:, rows, :, :S]
             seen.append(attention(part[:, :, 0].transpose(1, 2), k, v, mask).flatten(0, 1))
         return torch.cat(seen)                                                          # (N, D)
@@ -337,14 +351,15 @@ def token_logps(model, batch, temperature=1.0, with_entropy=False):
 
     The only such function in the project: old, new and reference log-probabilities come from it, so where the
     weights are the same the ratio is 1. The output layer runs at the policy's tokens alone, a third of all.
-    with_entropy: gives (log-probabilities, entropies in nats of the next-word distributions), both (B, T).
+    with_entropy: gives (log-probabilities, entropies in nats of the next-word distributions), both (B, T);
+    the entropies are a measurement and carry no gradient.
     """
     ids, mask = batch["ids"], batch["mask"]
     attend, places = packed_attention(model.heads, batch["lengths"] - 1)     # the last token predicts nothing
     T = int(batch["lengths"].max())
     inputs, targets = ids[:, :T - 1].flatten()[places], ids[:, 1:T].flatten()[places]   # (N,)
     sampled = mask[:, 1:T].flatten()[places].nonzero()[:, 0]                            # (M,) indices into N
-    hidden = model(rounded(inputs), attend, rounded(sampled))[:len(sampled)]            # (M, D)
+    hidden = model(padded_to_128(inputs), attend, padded_to_128(sampled))[:len(sampled)]     # (M, D)
     logp = model.log_probs(hidden, temperature)                                         # (M, V)
     chosen = logp.gather(1, targets[sampled, None])[:, 0]                               # (M,)
 
@@ -363,13 +378,14 @@ def token_logps(model, batch, temperature=1.0, with_entropy=False):
 # --------------------------------------------------------------------------------------------------
 
 def adam(weights, betas=(0.9, 0.95), eps=1e-8):
-    """Adam (arXiv 1412.6980) for a list of weights. Gives step(lr), which moves them along their gradients:
+    """Adam (arXiv 1412.6980) for a list of weights. Gives step(lr), which moves them down their gradients:
 
         m += (1 - b1) (g - m)      v += (1 - b2) (g^2 - v)
         w -= lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
 
     torch.optim.Adam comes to the same; but the first optimizer of torch.optim that a process makes imports
-    torch's compiler, which takes as long as ten training steps, and 70 MB.
+    torch's compiler, which takes as long as ten training steps, and 70 MB. b2 is lower than its 0.999, which
+    after some hundred steps would still remember the first. (torch._foreach_op_: op_ on each of a list.)
     """
     m, v, t = [torch.zeros_like(w) for w in weights], [torch.zeros_like(w) for w in weights], 0
 
@@ -381,10 +397,10 @@ def adam(weights, betas=(0.9, 0.95), eps=1e-8):
         torch._foreach_lerp_(m, g, 1 - betas[0])
         torch._foreach_mul_(v, betas[1])
         torch._foreach_addcmul_(v, g, g, 1 - betas[1])
-        spread = torch._foreach_sqrt(v)
-        torch._foreach_div_(spread, (1 - betas[1] ** t) ** 0.5)
-        torch._foreach_add_(spread, eps)
-        torch._foreach_addcdiv_(weights, m, spread, -lr / (1 - betas[0] ** t))
+        root = torch._foreach_sqrt(v)
+        torch._foreach_div_(root, (1 - betas[1] ** t) ** 0.5)
+        torch._foreach_add_(root, eps)
+        torch._foreach_addcdiv_(weights, m, root, -lr / (1 - betas[0] ** t))
 
     return step
 
@@ -411,13 +427,15 @@ def demonstrate(tok, task, play, rng):
 
 @functools.lru_cache
 def habit_batch(words):
-    """The batch of reading_habit: the oracle's plays up to the op, and the op alone to be predicted."""
-    rng, asked, tok = random.Random(0), [], {word: i for i, word in enumerate(words)}
+    """The questions of reading_habit: the oracle's plays up to the op, the op alone to be predicted.
+
+    words: the tokenizer's, a tuple, which can be remembered. The batch is asked every ten batches."""
+    rng, questions, tok = random.Random(0), [], {word: i for i, word in enumerate(words)}
     for task in (randomize_names(task, rng) for task in TRAIN_TASKS for _ in range(3)):
         ids = demonstrate(tok, task, "oracle", rng)["ids"]
         ids = ids[:ids.index(tok["edit"]) + 2]                          # no source and no issue has the word
-        asked.append({"ids": ids, "mask": [0] * (len(ids) - 1) + [1]})
-    return collate(asked)
+        questions.append({"ids": ids, "mask": [0] * (len(ids) - 1) + [1]})
+    return collate(questions)
 
 
 @torch.no_grad()
@@ -426,7 +444,8 @@ def reading_habit(model, tok):
 
     By teacher forcing under random names, so that it is the source that tells the op.
     """
-    return token_logps(model, habit_batch(tuple(tok))).sum(dim=1).exp().view(5, -1).mean(dim=1).tolist()
+    logps = token_logps(model, habit_batch(tuple(tok))).sum(dim=1)      # (60,): families x tasks x names
+    return logps.exp().view(5, -1).mean(dim=1).tolist()
 
 
 def make_base_agent(tok, seed=0, kinds=("random", "blind") * 4, rename=False, batches=IMITATION_BATCHES,
@@ -448,31 +467,33 @@ def make_base_agent(tok, seed=0, kinds=("random", "blind") * 4, rename=False, ba
     rng, started = random.Random(seed), time.perf_counter()
     with torch.random.fork_rng(devices=[]):             # torch's global stream is left as the caller has it
         torch.manual_seed(seed)
-        model, average = Policy(len(tok)), Policy(len(tok))
-    average.load_state_dict(model.state_dict())
+        model = Policy(len(tok))
+    average = copy.deepcopy(model)
     weights, averages = list(model.parameters()), list(average.parameters())
     step = adam(weights)
     plays = [(task, kind) for kind in kinds for task in TRAIN_TASKS]
+    plays *= -(-DEMOS_PER_BATCH // len(plays))          # one kind alone has fewer than a batch
     known = [] if rename else [demonstrate(tok, task, kind, rng) for task, kind in plays * 2]
-    for batch in range(1, batches + 1):
+    number = 0
+    for number in range(1, batches + 1):
         if rename:
             chosen = rng.sample(plays, DEMOS_PER_BATCH)
             demos = [demonstrate(tok, randomize_names(task, rng), kind, rng) for task, kind in chosen]
         else:
             demos = rng.sample(known, DEMOS_PER_BATCH)
-        logps = token_logps(model, collate(demos))
-        loss = -logps.sum() / sum(sum(demo["mask"]) for demo in demos)
+        batch = collate(demos)
+        loss = -token_logps(model, batch).sum() / batch["mask"].sum()
         model.zero_grad()
         loss.backward()
         step(IMITATION_LR)
         with torch.no_grad():
             torch._foreach_lerp_(averages, weights, 0.05)
-        if batch % 100 == 0 and not quiet:
-            print(f"  batch {batch:3}: loss {loss:.3f}, {time.perf_counter() - started:.1f} s", flush=True)
-        if batch % 10 == 0 and habit is not None and min(reading_habit(average, tok)) >= habit:
+        if number % 100 == 0 and not quiet:
+            print(f"  batch {number:3}: loss {loss:.3f}, {time.perf_counter() - started:.1f} s", flush=True)
+        if number % 10 == 0 and habit is not None and min(reading_habit(average, tok)) >= habit:
             break
     if not quiet:
-        print(f"  ended after {batch} batches, {time.perf_counter() - started:.1f} s", flush=True)
+        print(f"  ended after {number} batches, {time.perf_counter() - started:.1f} s", flush=True)
     return average
 
 
@@ -499,14 +520,17 @@ def load_policy(tok, path):
     model = Policy(len(tok))
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu")
-        words = saved["words"]
-        model.load_state_dict(saved["model"])
+        words, weights = saved["words"], saved["model"]
+        if words == list(tok):
+            model.load_state_dict(weights)
     except OSError:
         raise
     except Exception as error:      # a file that is none of ours fails in torch in many ways
         raise ValueError(f"not a policy that was saved here ({type(error).__name__})") from error
     if words != list(tok):
         raise ValueError("a policy with another tokenizer's words")
+    if not all(weight.isfinite().all() for weight in model.parameters()):
+        raise ValueError("a policy with weights that are not finite")
     return model
 
 

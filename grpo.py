@@ -60,7 +60,7 @@ class RLConfig:
     agg_constant: Optional[float] = None        # with agg constant, which needs it: tokens an episode
     # staying near a reference policy
     kl_coef: float = 0.0                # weight of the KL term, a mean over policy tokens whatever agg is;
-                                        # 0: no reference model is run
+                                        # 0: no reference is run but one given to train_rl, to be measured
     kl_kind: str = "k3"                 # k1 | k2 | k3; no effect with kl_coef 0
     # which episodes are used
     dynamic_sampling: bool = False      # keep groups whose rewards differ, sample more to fill the batch
@@ -566,27 +566,25 @@ def take(batch, rows):
 
 def logps_and_entropies(model, batch, idle, temperature):
     """token_logps with_entropy, (B, T) each, without a gradient for the rows that are idle, (B,) bool."""
-    order, parts = idle.argsort(), []                   # False before True
-    n = len(idle) - int(idle.sum())
-    for rows, gradient in (order[:n], True), (order[n:], False):
+    parts, order = [], torch.cat([(~idle).nonzero(), idle.nonzero()])[:, 0]
+    for rows in order.split([int((~idle).sum()), int(idle.sum())]):
         if len(rows):
-            with torch.set_grad_enabled(gradient):
+            with torch.set_grad_enabled(not idle[rows[0]]):
                 parts.append(token_logps(model, take(batch, rows), temperature, with_entropy=True))
-    logps, entropies = zip(*parts)
-    return torch.cat(logps)[order.argsort()], torch.cat(entropies)[order.argsort()]
+    logps, entropies = (torch.cat(part)[order.argsort()] for part in zip(*parts))
+    return logps, entropies
 
 
 UPDATE_STATS = ("clip_frac", "approx_kl", "ratio_min", "ratio_max", "entropy", "grad_norm", "kl_ref")
 
 
 def rl_update(model, optimizer_step, episodes, cfg, generator, ref_model=None):
-    """cfg.epochs passes of cfg.minibatches optimizer steps over the episodes; changes model.
+    """cfg.epochs passes over the episodes, each in cfg.minibatches optimizer steps at most; changes model.
 
-    optimizer_step(): moves the weights along their gradients; agent.adam's, or the step of a torch optimizer.
-
-    Gives a dict: UPDATE_STATS over the optimizer steps (nan if there were none) and sec_old, the seconds for
-    the old log-probabilities. FloatingPointError before a step whose loss or gradient is not finite: the
-    weights stay the last good ones.
+    optimizer_step(): moves the weights down their gradients; agent.adam's with its lr, or the step of a torch
+    optimizer. Gives a dict: UPDATE_STATS over the minibatches (nan if there were none) and sec_old, the
+    seconds for log-probabilities of pi_old and of the reference. FloatingPointError before a step whose loss
+    or gradient is not finite: the weights stay the last good ones.
     """
     if not episodes:                            # dynamic sampling or filtering left nothing
         return {**dict.fromkeys(UPDATE_STATS, math.nan), "sec_old": 0.0}
@@ -595,9 +593,10 @@ def rl_update(model, optimizer_step, episodes, cfg, generator, ref_model=None):
         batch["mask"] &= ~torch.tensor([episode["env"].truncated for episode in episodes])[:, None]
     epochs = [torch.randperm(len(episodes), generator=generator).chunk(cfg.minibatches)
               for _ in range(cfg.epochs)]
-    # pi_old: computed by the trainer's own function, not taken from the sampler, so that r begins at 1. The
-    # first minibatch is spared this run: when its turn comes, the policy is still the old one.
-    started, old_logp = time.perf_counter(), model.words.weight.new_zeros(batch["ids"].shape)   # (N, T)
+    # pi_old: computed by the trainer's own function, not taken from the sampler, so that r begins at 1. For
+    # the first minibatch it is filled in when its turn comes (number 0): the policy is still the old one.
+    started = time.perf_counter()
+    old_logp = model.words.weight.new_zeros(batch["ids"].shape)                         # (N, T)
     with torch.no_grad():
         for rows in epochs[0][1:]:
             old_logp[rows] = token_logps(model, take(batch, rows), cfg.temperature)
@@ -609,8 +608,11 @@ def rl_update(model, optimizer_step, episodes, cfg, generator, ref_model=None):
         mask = part["mask"]
         if not mask.any():                      # all truncated and masked: no token, no mean, no step
             continue
-        # A is a factor of every policy loss: where it is 0 there is no gradient, and no need to run backwards
-        idle = (adv == 0) & (ref_model is None)
+        # A is a factor of every policy loss: where it is 0, or there is no token, there is no gradient and no
+        # need to run backwards; unless the KL term pulls
+        idle = (adv == 0) | ~mask.any(dim=1)                                            # (B,)
+        if ref_model is not None and cfg.kl_coef > 0:
+            idle = torch.zeros_like(idle)
         logp, entropy = logps_and_entropies(model, part, idle, cfg.temperature)         # (B, T)
         if number == 0:
             old_logp[rows] = logp.detach()
@@ -627,7 +629,7 @@ def rl_update(model, optimizer_step, episodes, cfg, generator, ref_model=None):
         if not (torch.isfinite(loss) and torch.isfinite(norm)):
             raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm.item()}, largest ratio "
                                      f"{stats['ratio_max'].item():.3g}")
-        if adv.any() or ref_model is not None:          # else there is nothing but Adam's momentum to follow
+        if not idle.all():                      # else there is nothing but Adam's momentum to follow
             optimizer_step()
         stats.update(entropy=entropy[mask].mean(), grad_norm=norm)
         steps.append({name: value.item() for name, value in stats.items()})
@@ -661,7 +663,7 @@ def train_rl(model, tok, cfg, train_tasks, eval_tasks=None, ref_model=None, env_
     check_config(cfg, len(train_tasks))
     if cfg.kl_coef > 0 and ref_model is None:
         ref_model = copy.deepcopy(model).requires_grad_(False)
-    optimizer_step = adam(list(model.parameters()))
+    adam_step = adam(list(model.parameters()))
     history, good = [], copy.deepcopy(model.state_dict())
     for step in range(cfg.steps):
         generator = step_generator(cfg.seed, step)
@@ -670,25 +672,34 @@ def train_rl(model, tok, cfg, train_tasks, eval_tasks=None, ref_model=None, env_
         try:
             kept, sampled = sample_step(model, tok, cfg, train_tasks, generator, env_factory)
             sampled_at, good = time.perf_counter(), copy.deepcopy(model.state_dict())
-            update = rl_update(model, partial(optimizer_step, lr), kept, cfg, generator, ref_model)
+            update = rl_update(model, partial(adam_step, lr), kept, cfg, generator, ref_model)
+            updated_at, pass_rate = time.perf_counter(), math.nan
+            if eval_tasks and cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps - 1):
+                evaluation = evaluate(model, tok, eval_tasks, cfg.eval_samples, cfg, env_factory)
+                pass_rate = evaluation["pass_rate"]
+            elif step == cfg.steps - 1:
+                check_policy(model, sampled[:1], cfg)
         except FloatingPointError as error:             # back to the last weights that could be sampled from
             model.load_state_dict(good)
             raise FloatingPointError(f"step {step}: {error}; learning rate {cfg.lr}") from None
-        updated_at = time.perf_counter()
         groups = [sampled[i:i + cfg.group_size] for i in range(0, len(sampled), cfg.group_size)]
         row = {"step": step, **behavior_stats(sampled), "episodes": len(sampled),
                "tokens": sum(len(episode["ids"]) for episode in sampled),
                "tokens_trained": sum(len(episode["ids"]) for episode in kept),
                "zero_adv_frac": mean(all_equal(group) for group in groups), **update,
-               "eval_pass_rate": math.nan, "sec_sample": sampled_at - started,
+               "eval_pass_rate": pass_rate, "sec_sample": sampled_at - started,
                "sec_update": updated_at - sampled_at}
-        if eval_tasks and cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps - 1):
-            evaluation = evaluate(model, tok, eval_tasks, cfg.eval_samples, cfg, env_factory)
-            row["eval_pass_rate"] = evaluation["pass_rate"]
         history.append(row)
         if on_step and on_step(row):
             break
     return history
+
+
+@torch.no_grad()
+def check_policy(model, episodes, cfg):
+    """FloatingPointError if the weights are such that nothing can be sampled any more."""
+    if token_logps(model, collate(episodes), cfg.temperature).isnan().any():
+        raise FloatingPointError("the policy's probabilities are nan")
 
 
 def evaluate(model, tok, tasks, n_samples, cfg, env_factory=None, keep=None):

@@ -458,6 +458,8 @@ class TestAgent(unittest.TestCase):
         self.assertLess(sum(habit) / 5, 0.7)
         with self.assertRaisesRegex(ValueError, "nosuch"):
             agent.make_base_agent(TOK, 0, ("nosuch",))
+        for rename in (False, True):            # twenty plays are fewer than a batch of demonstrations
+            agent.make_base_agent(TOK, 0, ("oracle",), rename, batches=1)
         before = torch.get_rng_state()
         a = agent.make_base_agent(TOK, 5, batches=3)
         b = agent.make_base_agent(TOK, 5, batches=3)
@@ -482,8 +484,14 @@ class TestAgent(unittest.TestCase):
             def __init__(self, task):
                 pass
 
+        class Silent(BugFixEnv):
+            def reset(self):
+                super().reset()
+                return []
+
         for kind, words in ((Broken, r"Broken.step\("), (Endless, "Endless.*done"),
-                            (Stranger, "Stranger.step.*nosuchword"), (NoReset, r"NoReset.reset\(\)")):
+                            (Stranger, "Stranger.step.*nosuchword"), (NoReset, r"NoReset.reset\(\)"),
+                            (Silent, r"Silent.reset\(\).*at least one")):
             with self.assertRaisesRegex(RuntimeError, words):
                 rollout_batch(fresh_policy(), TOK, [kind(TASKS[0])], generator())
 
@@ -1025,6 +1033,7 @@ class TestUpdate(unittest.TestCase):
                                    RLConfig(group_size=4, minibatches=1, mask_truncated=True), generator())
             self.assertEqual(math.isnan(stats["entropy"]), pattern == (1, 1, 1, 1))
             self.assertEqual(stats["grad_norm"] > 0, 0 in pattern[:2], pattern)
+            self.assertEqual(len(steps), 0 in pattern[:2], pattern)
 
     def test_kl_term(self):
         # added to the loss with its weight, a mean over policy tokens, against the reference given
