@@ -20,6 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing import get_context
 
 import numpy
@@ -502,24 +503,16 @@ BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#999999"
 
 def plot(grid, arms, done, seeds, folder):
     """Figure 9.1 for the grid settings, 9.2 and 9.3 for arms; gives the files written."""
-    try:
-        import matplotlib
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        print("--plot: matplotlib is not installed (pip install matplotlib); no figure was made",
-              file=sys.stderr)
-        return []
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     arms = {arm: [done[arm, seed] for seed in seeds if (arm, seed) in done] for arm in arms}
     arms = {arm: runs for arm, runs in arms.items() if runs}
     figures = {"settings": {"settings.png": plot_settings},
-               "arms": {"arms.png": plot_curves, "sampling.png": plot_sampling}}.get(grid, {})
-    if not figures:
-        print(f"--plot: there is no figure for the grid {grid}, only for settings and arms",
-              file=sys.stderr)
+               "arms": {"arms.png": plot_curves, "sampling.png": plot_sampling}}
     files = []
-    for name, draw in figures.items():
+    for name, draw in figures[grid].items():
         figure = draw(plt, arms)
         figure.tight_layout()
         files.append(os.path.join(folder, name))
@@ -626,8 +619,13 @@ def main():
         fail(f"--jobs: {args.jobs} must be at least 1")
     if "seed" in given:
         fail("--seed: here it is --seeds, a number of seeds or a list 0,3,7")
-    if args.plot and not os.path.isdir(args.plot):
-        fail(f"--plot {args.plot}: no such folder")
+    if args.plot:
+        if not os.path.isdir(args.plot):
+            fail(f"--plot {args.plot}: no such folder")
+        if args.grid not in ("settings", "arms"):
+            fail(f"--plot: there is no figure for the grid {args.grid}, only for settings and arms")
+        if find_spec("matplotlib") is None:
+            fail("--plot: matplotlib is not installed: pip install matplotlib")
     if args.list:
         list_grids(len(args.seeds), args.jobs)
         return

@@ -22,6 +22,7 @@ import textwrap
 import time
 import unittest
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from unittest import mock
 
 import torch
@@ -436,6 +437,7 @@ class TestAgent(unittest.TestCase):
         envs = [BugFixEnv(t) if i % 2 else EditBudgetEnv(t, 1) for i, t in enumerate(tasks)]
         episodes = rollout_batch(model, TOK, envs, generator(3))
         self.assertEqual(len(episodes), 2000)
+        self.assertTrue(all(e["env"] is environment for e, environment in zip(episodes, envs)))
         self.assertTrue(all(e["env"].done and 1 <= len(e["calls"]) <= 6 for e in episodes))
         grpo.behavior_stats([dict(e, reward=0.0) for e in episodes])
 
@@ -1366,13 +1368,21 @@ class TestCommandLine(unittest.TestCase):
         self.assertIn("after, held-out tasks", out)
 
     def test_not_finite_stops_with_the_last_good_model(self):
-        saved = self.path("nan.pt")
-        status, out, err = run_main(grpo, "--init", self.model, "--save", saved, "--lr", "1e30",
-                                    "--steps", "9", "--prompts_per_step", "4", "--eval_every", "0")
-        self.assertEqual(status, 1)
-        self.assertRegex(err, r"stopped at step \d+: .*learning rate")
-        model = agent.load_policy(TOK, saved)
-        self.assertTrue(all(torch.isfinite(p).all() for p in model.parameters()))
+        # met while sampling, while evaluating, and behind the last step
+        for steps, every in (("9", "0"), ("9", "1"), ("1", "0")):
+            saved = self.path("nan.pt")
+            status, out, err = run_main(grpo, "--init", self.model, "--save", saved, "--lr", "1e38", "--steps",
+                                        steps, "--prompts_per_step", "4", "--eval_every", every)
+            self.assertEqual((status, err.count("\n")), (1, 1))
+            self.assertRegex(err, r"stopped at step \d+: .*learning rate")
+            model = agent.load_policy(TOK, saved)
+            self.assertTrue(all(torch.isfinite(p).all() for p in model.parameters()))
+        with torch.no_grad():
+            model.norm.weight[0] = math.nan
+        agent.save_policy(model, TOK, {}, saved)
+        status, out, err = run_main(grpo, "--init", saved)
+        self.assertEqual((status, out, err.count("\n")), (2, "", 1))
+        self.assertIn("not finite", err)
 
     def test_bench(self):
         status, out, _ = run_main(grpo, "--init", self.model, "--bench", "--steps", "2")
@@ -1595,12 +1605,14 @@ class TestAblate(unittest.TestCase):
         self.assertEqual({type(e) for e in factory}, {EditBudgetEnv})
 
     def test_figures(self):
-        try:
-            import matplotlib                                                      # noqa: F401
-        except ImportError:
-            status, _, err = self.arms("--plot", os.path.dirname(self.out))
-            self.assertIn("pip install matplotlib", err)
-            return
+        folder = os.path.dirname(self.out)
+        with mock.patch.object(ablate, "find_spec", lambda name: None):         # known before any work
+            for grid, words in (("arms", "pip install matplotlib"), ("length", "only for settings and arms")):
+                status, out, err = run_main(ablate, grid, "--plot", folder)
+                self.assertEqual((status, out, err.count("\n")), (2, "", 1))
+                self.assertIn(words, err)
+        if find_spec("matplotlib") is None:
+            self.skipTest("no matplotlib here")
         for grid, arms, names in (("arms", "default,dynamic sampling", ["arms.png", "sampling.png"]),
                                   ("settings", "plain original,RL default", ["settings.png"])):
             status, out, err = run_main(ablate, grid, "--arms", arms, "--seeds", "1", "--steps", "6",
@@ -1778,5 +1790,5 @@ class TestReadme(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     unittest.main(verbosity=2)
