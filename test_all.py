@@ -1318,7 +1318,7 @@ class TestCommandLine(unittest.TestCase):
     def test_a_run_with_log_save_and_init(self):
         log, saved = self.path("run.jsonl"), self.path("saved.pt")
         status, out, err = run_main(grpo, "--init", self.model, "--log", log, "--save", saved, *SMALL,
-                                    "--kl_coef", "0.1")
+                                    "--kl_coef", "0.1", "--group_size", "8")
         self.assertEqual((status, err), (0, ""))
         self.assertRegex(out, r"(?s)step +reward +reads.*before, training tasks.*"
                               r"after, held-out tasks.*most common")
@@ -1766,6 +1766,7 @@ class TestReadme(unittest.TestCase):
         record = lambda *args, **kwargs: ran.append(args) or 0                              # noqa: E731
         with mock.patch.object(grpo, "run", record), mock.patch.object(ablate, "report", record), \
                 mock.patch.object(variants, "run_presets", record), \
+                mock.patch.object(ablate, "find_spec", lambda name: True), \
                 mock.patch.object(ablate.os.path, "isdir", lambda path: True):
             for command in commands:
                 script, *flags = command.replace("NAME", "gspo").split()
