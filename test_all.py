@@ -1380,8 +1380,8 @@ class TestCommandLine(unittest.TestCase):
         # met while sampling, while evaluating, and behind the last step
         for steps, every in (("9", "0"), ("9", "1"), ("1", "0")):
             saved = self.path("nan.pt")
-            status, out, err = run_main(grpo, "--init", self.model, "--save", saved, "--lr", "1e38", "--steps",
-                                        steps, "--prompts_per_step", "4", "--eval_every", every,
+            status, out, err = run_main(grpo, "--init", self.model, "--save", saved, "--lr", "1e38",
+                                        "--steps", steps, "--prompts_per_step", "4", "--eval_every", every,
                                         "--minibatches", "1")
             self.assertEqual((status, err.count("\n")), (1, 1))
             self.assertRegex(err, r"stopped at step \d+: .*learning rate")
