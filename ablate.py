@@ -405,9 +405,11 @@ def t_interval(values):
     return centre, quantile * deviation / math.sqrt(n)
 
 
-def verdict(centre, half, n):
-    if n < 3:
-        return "-"
+def verdict(pairs, centre, half):
+    if not any(pairs):
+        return "equal"
+    if len(pairs) < 3:
+        return "too few seeds"
     return "within seed noise" if abs(centre) <= half else ("higher" if centre > 0 else "lower")
 
 
@@ -452,8 +454,9 @@ def print_differences(done, arms, seeds, columns, width):
             if not pairs:
                 continue
             centre, half = t_interval(pairs)
-            word = verdict(centre, half, len(pairs))
-            compared, apart = compared + 1, apart + (word in ("higher", "lower"))
+            word = verdict(pairs, centre, half)
+            compared += word not in ("equal", "too few seeds")
+            apart += word in ("higher", "lower")
             between = ("-" if math.isnan(half)
                        else f"{centre - half:+.{digits}f}..{centre + half:+.{digits}f}")
             print(f"{arm:{width}}  {name:12}{centre:+12.{digits}f}{between:>22}   {word}")
