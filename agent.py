@@ -385,15 +385,17 @@ def adam(weights, betas=(0.9, 0.95), eps=1e-8):
 
     torch.optim.Adam comes to the same; but the first optimizer of torch.optim that a process makes imports
     torch's compiler, which takes as long as ten training steps, and 70 MB. b2 is lower than its 0.999, which
-    after some hundred steps would still remember the first. (torch._foreach_op_: op_ on each of a list.)
+    after some hundred steps would still remember the first. Weights that are frozen, or that the loss does
+    not reach, stay where they are. (torch._foreach_op_: op_ on each of a list.)
     """
+    weights = [w for w in weights if w.requires_grad]
     m, v, t = [torch.zeros_like(w) for w in weights], [torch.zeros_like(w) for w in weights], 0
 
     @torch.no_grad()
     def step(lr):
         nonlocal t
         t += 1
-        g = [w.grad for w in weights]
+        g = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
         torch._foreach_lerp_(m, g, 1 - betas[0])
         torch._foreach_mul_(v, betas[1])
         torch._foreach_addcmul_(v, g, g, 1 - betas[1])

@@ -609,7 +609,7 @@ def rl_update(model, optimizer_step, episodes, cfg, generator, ref_model=None):
         if not mask.any():                      # all truncated and masked: no token, no mean, no step
             continue
         # A is a factor of every policy loss: where it is 0, or there is no token, there is no gradient and no
-        # need to run backwards; unless the KL term pulls
+        # need to run backwards; unless the KL term pulls (or an entropy bonus would, were there one)
         idle = (adv == 0) | ~mask.any(dim=1)                                            # (B,)
         if ref_model is not None and cfg.kl_coef > 0:
             idle = torch.zeros_like(idle)

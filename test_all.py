@@ -376,6 +376,16 @@ class TestAgent(unittest.TestCase):
             for p, q in zip(a.parameters(), b.parameters()):
                 self.assertLess((p - q).abs().max(), 1e-7)
 
+    def test_adam_leaves_frozen_and_unreached_weights_alone(self):
+        model = rl_base()
+        model.words.weight.requires_grad_(False)
+        model.unused = nn.Parameter(torch.ones(3))
+        before = copy.deepcopy(model.state_dict())
+        history = train_rl(model, TOK, RLConfig(steps=2, eval_every=0), TRAIN_TASKS)
+        self.assertGreater(history[0]["grad_norm"], 0)
+        same = {name for name, weight in model.state_dict().items() if torch.equal(weight, before[name])}
+        self.assertEqual(same, {"words.weight", "unused"})
+
     def test_masks_cover_the_policys_tokens_and_nothing_else(self):
         class Babbler(agent.Policy):            # calls that begin or end well, both, or neither
             def log_probs(self, hidden, temperature):
