@@ -1,11 +1,11 @@
 """All tests, plain unittest:  python test_all.py            or a part:  python test_all.py TestLosses
 
-What they compare with is worked out apart from the code: by hand, by enumeration, by a second
-implementation here, or by public trainers (the numbers below are theirs).
+The code is compared with what was worked out apart from it: by hand, by enumeration, by a second and plainer
+implementation in this file, or by public trainers, whose numbers are copied below.
 """
+import ast
 import contextlib
 import copy
-import functools
 import inspect
 import io
 import itertools
@@ -18,11 +18,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -33,1788 +33,1363 @@ import agent
 import env
 import grpo
 import variants
-from agent import build_tokenizer, collate, decode, encode, rollout_batch, token_logps
-from env import (FIX_OP, FUNCTION_NAMES, HELDOUT_TASKS, OPS, TASKS, TRAIN_TASKS, BugFixEnv, EditBudgetEnv,
-                 apply_op)
-from grpo import RLConfig, aggregate_loss, group_advantages, kl_penalty, train_rl
+from agent import Policy, build_tokenizer, collate, decode, encode, rollout_batch, token_logps
+from env import FIX_OP, HELDOUT_TASKS, OPS, TASKS, TRAIN_TASKS, BugFixEnv, EditBudgetEnv, apply_op
+from grpo import RLConfig, aggregate_loss, group_advantages, kl_penalty, policy_loss, train_rl
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-TOK = build_tokenizer()
-LOSSES = {"ppo": grpo.ppo_policy_loss, "gspo": grpo.gspo_policy_loss, "cispo": grpo.cispo_policy_loss,
-          "gmpo": grpo.gmpo_policy_loss, "sapo": grpo.sapo_policy_loss, "dppo": grpo.dppo_policy_loss,
-          "pg": grpo.pg_policy_loss}
-_shared = {}
+HERE, TOK, SHARED = os.path.dirname(os.path.abspath(__file__)), build_tokenizer(), {}
+torch.set_num_threads(1)
+MATPLOTLIB = find_spec("matplotlib") is not None
+LOSSES = {"token": grpo.ppo_policy_loss, **variants.POLICY_LOSSES}      # ratio_level -> loss
+MODES, BASELINES, SCALES = (grpo.CHOICES[name] for name in ("agg", "baseline", "scale"))
 
-
+# ---- Helpers -----------------------------------------------------------------------------------------------
 def rl_base():
-    """A copy of one RL base agent, made once for all tests."""
-    if "base" not in _shared:
-        _shared["base"] = agent.make_rl_base(TOK, seed=0)
-    return copy.deepcopy(_shared["base"])
+    """A copy of the RL base agent of seed 0, which is made once for all tests."""
+    if "base" not in SHARED:
+        SHARED["base"] = agent.make_rl_base(TOK, seed=0)
+    return copy.deepcopy(SHARED["base"])
 
-
-def fresh_policy(seed=0):
+def fresh_policy(seed=0, **shape):
     torch.manual_seed(seed)
-    return agent.Policy(len(TOK))
-
+    return Policy(len(TOK), **shape)
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
-
-def no_step():
-    """An optimizer_step for rl_update that leaves the gradients to be looked at."""
-
-
-def adam_step(model, lr):
-    return functools.partial(agent.adam(list(model.parameters())), lr)
-
-
-def some_episodes(n_tasks=4, group_size=4, seed=0, model=None, cfg=None):
-    return grpo.sample_groups(model or rl_base(), TOK, TRAIN_TASKS[:n_tasks], group_size, cfg or RLConfig(),
-                              generator(seed))
-
-
-class InProcess(ThreadPoolExecutor):
-    """In place of a pool of processes: one thread here, so that what it runs can be replaced."""
-    _processes = None
-
-    def __init__(self, jobs, mp_context=None, initializer=None):
-        super().__init__(1)
-
-
 def run_main(module, *flags):
-    """(exit status, stdout, stderr) of a script's main() in this process."""
-    out, err, argv = io.StringIO(), io.StringIO(), sys.argv
-    threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGINT)
-    sys.argv = [module.__name__ + ".py", *flags]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    """Runs a script's main() in this process. Returns (exit status, stdout, stderr)."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), \
+            mock.patch.object(sys, "argv", [module.__name__ + ".py", *flags]):
+        try:
             module.main()
-        status = 0
-    except SystemExit as error:
-        status = error.code or 0
-    finally:
-        sys.argv = argv
-        torch.set_num_threads(threads)
-        signal.signal(signal.SIGINT, handler)
+        except SystemExit as error:
+            status = error.code or 0
     return status, out.getvalue(), err.getvalue()
 
+class InFolder(unittest.TestCase):
+    """Tests of scripts, with a folder for their files."""
+    SMALL = "--steps 2 --prompts_per_step 2 --group_size 2 --max_turns 3 --eval_every 0".split()
 
-# --------------------------------------------------------------------------------------------------
-# env.py
-# --------------------------------------------------------------------------------------------------
+    @classmethod
+    def setUpClass(cls):
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.dir = folder.name
 
-class TestGym(unittest.TestCase):
-    def test_counts(self):
-        self.assertEqual([len(TASKS), len(TRAIN_TASKS), len(HELDOUT_TASKS), len(OPS)], [30, 20, 10, 5])
-        self.assertEqual(len(set(FUNCTION_NAMES)), 30)
-        for family in env.FAMILIES:
-            self.assertEqual(sum(t["family"] == family for t in TRAIN_TASKS), 4)
-            self.assertEqual(sum(t["family"] == family for t in HELDOUT_TASKS), 2)
-        for task in TASKS:
-            self.assertEqual(task["issue"][:3], ["issue", ":", task["name"]])
-            self.assertLessEqual(len(task["source"].splitlines()), 3)
-            self.assertIn(f"def {task['name']}(", task["source"])
+    def file(self, name, text=None):
+        if text is not None:
+            with open(os.path.join(self.dir, name), "w", encoding="utf-8") as file:
+                file.write(text)
+        return os.path.join(self.dir, name)
 
-    def test_each_op_repairs_exactly_its_family(self):
-        for op, task in itertools.product(OPS, TASKS):
-            passed = env.run_tests(apply_op(task["source"], op), task["hidden"])
-            self.assertEqual(passed, FIX_OP[task["name"]] == op, (op, task["name"]))
+    def rows(self, name):
+        with open(self.file(name), encoding="utf-8") as file:       # NaN and Infinity are no JSON
+            return [json.loads(line, parse_constant=self.fail) for line in file]
 
-    def test_blind_ceiling_by_exhaustion(self):
-        # all 5 + 25 + 125 + 625 + 3125 sequences, executed here by exec, without run_tests and its cache
-        def passes(source, tests):
-            scope = {}
-            try:
-                exec(source, scope)
-                function = scope[source.split("(")[0].removeprefix("def ")]
-                return all(function(*copy.deepcopy(args)) == result for args, result in tests)
-            except Exception:
-                return False
-        known, best = {}, {}
-        for n in range(1, 6):
-            best[n] = 0
-            for ops in itertools.product(OPS, repeat=n):
-                solved = 0
-                for task in TASKS:
-                    source = task["source"]
-                    for op in ops:
-                        source = re.sub(*env.REWRITES[op], source)
-                    if source not in known:
-                        known[source] = passes(source, task["hidden"])
-                    solved += known[source]
-                best[n] = max(best[n], solved)
-        self.assertEqual(best, {1: 6, 2: 12, 3: 18, 4: 18, 5: 18})
-        self.assertEqual(env.blind_pass_rate(["or_to_and"], TASKS), 0.2)
-        self.assertEqual(env.best_blind(3, TASKS)[0], 0.6)
+    def start(self, script, *flags, stdout=subprocess.PIPE, **variables):
+        run = subprocess.Popen([sys.executable, os.path.join(HERE, script), *flags], text=True, cwd=self.dir,
+                               stdout=stdout, stderr=subprocess.PIPE, start_new_session=True,
+                               env={**os.environ, **variables})
+        self.addCleanup(run.communicate)
+        self.addCleanup(run.kill)
+        return run
 
-    def test_distractors(self):
-        # sources that hold, where it is right, what another op would rewrite
-        def broken_by(task):
-            fixed = apply_op(task["source"], FIX_OP[task["name"]])
-            return [op for op in OPS if op != FIX_OP[task["name"]]
-                    and apply_op(task["source"], op) != task["source"]
-                    and not env.run_tests(apply_op(fixed, op), task["hidden"])]
-        self.assertEqual(len([t for t in TASKS if broken_by(t)]), 16)
-        self.assertEqual(len([t for t in HELDOUT_TASKS if broken_by(t)]), 5)
-        # and no order of preference among the five tell-tale words answers all tasks
-        words = {"or_to_and": "or", "and_to_or": "and", "div_to_mod": "//", "mod_to_div": "%",
-                 "widen": "range"}
-        answered = max(sum(FIX_OP[t["name"]] == next(op for op in order
-                                                     if words[op] in env.source_words(t["source"]))
-                           for t in TASKS) for order in itertools.permutations(OPS))
-        self.assertLess(answered, 27)
+    def refused(self, module, flags, *words):
+        """The script must say so in two lines, and leave every file of the folder as it was."""
+        before = {file.name: file.stat().st_mtime_ns for file in os.scandir(self.dir)}
+        status, out, err = run_main(module, *flags)
+        self.assertEqual((status, out, err.count("\n")), (2, "", 2), (flags, err))
+        self.assertEqual({file.name: file.stat().st_mtime_ns for file in os.scandir(self.dir)}, before)
+        self.assertRegex(err, rf"^usage: {module.__name__}\.py .*\n{module.__name__}\.py: error: .")
+        for word in words:
+            self.assertIn(word, err.splitlines()[1], flags)
 
-    def test_held_out_sources_use_known_words_and_are_no_copies(self):
-        def shape(task):        # the source with its names and numbers blanked
-            return re.sub(r"\b(?!def|return|for|in|if|or|and|sum|len|range)\w+\b", "_", task["source"])
-        known = {word for task in TRAIN_TASKS for word in env.source_words(task["source"])}
-        for task in HELDOUT_TASKS:
-            self.assertLessEqual(set(env.source_words(task["source"])) - {task["name"]}, known)
-            twins = [t["name"] for t in TRAIN_TASKS
-                     if shape(t) == shape(task) and t["family"] == task["family"]]
-            self.assertEqual(twins, [], task["name"])
+def close(got, expected, tolerance=1e-6, about=""):
+    """AssertionError unless two tensors, numbers or lists of numbers have one shape and differ by less."""
+    got, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (got, expected))
+    if got.shape != expected.shape or not bool(((got - expected).abs() <= tolerance).all()):
+        raise AssertionError(f"{about}: {got.tolist()} is not {expected.tolist()}")
 
-    def test_visible_tests_are_weaker_than_hidden_ones(self):
-        for task in TASKS:
-            fixed = apply_op(task["source"], FIX_OP[task["name"]])
-            self.assertTrue(env.run_tests(fixed, task["visible"]) and env.run_tests(fixed, task["hidden"]),
-                            task["name"])
-            self.assertFalse(env.run_tests(task["source"], task["hidden"]), task["name"])
-        fooled = [t["name"] for t in TASKS if env.run_tests(t["source"], t["visible"])]
-        self.assertGreaterEqual(len(fooled), 3)
-        self.assertLessEqual(len(fooled), 10)
+def gradient(loss_of, x):
+    """The value of loss_of(x), a number, and its gradient by x."""
+    x = x.detach().clone().requires_grad_()
+    loss = loss_of(x)
+    return loss.detach(), torch.autograd.grad(loss, x)[0]
 
-    def test_sources_reach_nothing_and_a_raise_is_a_failed_test(self):
-        for body in ("open('x')", "__import__('os')", "1 // 0", "f()", "xs"):
-            self.assertFalse(env.run_tests(f"def f(): return {body}", [((), 1)]), body)
-        self.assertFalse(env.run_tests("def f(: return", [((), 1)]))
-        self.assertEqual(env.run_tests("def f(n): return n * f(n - 1) if n > 1 else 1", [((4,), 24)]), True)
-        env._PASSED.clear()
-        started = time.perf_counter()
-        for task in TASKS:
-            env.run_tests(task["source"], task["hidden"])
-        self.assertLess(time.perf_counter() - started, 30 * 1e-3)
-
-    def test_randomize_names(self):
-        for task in TASKS:
-            seen = set()
-            for seed in range(300):
-                renamed = env.randomize_names(task, random.Random(seed))
-                name = renamed["issue"][2]
-                seen.add(name)
-                self.assertEqual(renamed["name"], task["name"])
-                self.assertEqual(renamed["source"], task["source"].replace(task["name"] + "(", name + "("))
-                self.assertEqual([w for w in renamed["issue"] if w != name],
-                                 [w for w in task["issue"] if w != task["name"]])
-                encode(TOK, renamed["issue"] + env.source_words(renamed["source"]))
-                fixed = apply_op(renamed["source"], FIX_OP[renamed["name"]])
-                self.assertTrue(env.run_tests(fixed, renamed["hidden"]))
-            self.assertEqual(seen, set(FUNCTION_NAMES) - set(env.source_words(task["source"])))
-        recursive = dict(TASKS[0], source="def between(n): return n and between(n - 1)")
-        self.assertEqual(env.randomize_names(recursive, random.Random(0))["source"].count("between"), 0)
-
-    def test_environment(self):
-        e = BugFixEnv(TASKS[1])
-        self.assertEqual(e.reset()[:3], ["issue", ":", "leap"])
-        self.assertEqual(e.step(["read"])[0], env.source_words(TASKS[1]["source"]))
-        self.assertEqual(e.step(["test"]), (["fail"], False))
-        self.assertEqual(e.step(["edit", "or_to_and"]), (["ok"], False))
-        self.assertEqual(e.step(["test"]), (["pass"], False))
-        self.assertEqual(e.step(["submit"]), (["pass"], True))
-        self.assertTrue(e.passed and not e.truncated and e.turns == 5 and e.edits == ["or_to_and"])
-        with self.assertRaises(RuntimeError):
-            e.step(["read"])
-        e.reset()
-        for call in ([], ["edit"], ["edit", "foo"], ["read", "read"], ["<call>"]):
-            self.assertEqual(e.step(call), (["malformed"], False))
-        # repaired, and not submitted
-        self.assertEqual(e.step(["edit", "or_to_and"]), (["ok", "truncated"], True))
-        self.assertTrue(e.truncated and not e.passed)
-        b = EditBudgetEnv(TASKS[1], max_edits=1)
-        b.reset()
-        b.step(["edit", "widen"])
-        self.assertEqual(b.step(["edit", "or_to_and"])[0], ["refused"])
-        self.assertEqual((b.edits, b.turns, b.source), (["widen"], 2, TASKS[1]["source"]))
-        self.assertEqual(EditBudgetEnv(TASKS[1], 0).step(["edit", "widen"])[0], ["refused"])
-
-    def test_demonstrations(self):
-        rng = random.Random(0)
-        for task in TASKS:
-            self.assertEqual(env.oracle_play(task, rng),
-                             [["read"], ["edit", FIX_OP[task["name"]]], ["test"], ["submit"]])
-            for _ in range(20):
-                blind = env.blind_play(task, rng)
-                self.assertTrue(all(call[0] == "edit" for call in blind[:-1]) and blind[-1] == ["submit"])
-                self.assertLessEqual(len(env.random_play(task, rng)), 6)
-
-    def test_bad_input_names_the_culprit(self):
-        with self.assertRaisesRegex(ValueError, "foo.*or_to_and"):
-            apply_op("def f(): return 1", "foo")
-        with self.assertRaisesRegex(ValueError, "foo"):
-            env.blind_pass_rate(["foo"], TASKS)
-        for flags, culprit in ((["--task", "nosuch"], "nosuch"), (["--ops", "foo"], "foo"),
-                               (["--bogus"], "bogus"), (["--ops"] + ["widen"] * 5, "at most 4")):
-            status, out, err = run_main(env, *flags)
-            self.assertEqual((status, out, err.count("\n")), (2, "", 1), flags)
-            self.assertIn(culprit, err)
-        status, out, _ = run_main(env, "--task", "mean")
-        self.assertEqual(status, 0)
-        self.assertRegex(out, r"(?s)edit mod_to_div.*submit +pass.*3 +125 +0\.60")
-
-
-# --------------------------------------------------------------------------------------------------
-# agent.py
-# --------------------------------------------------------------------------------------------------
-
-class TestAgent(unittest.TestCase):
-    def test_tokenizer(self):
-        words = env.source_words(TASKS[0]["source"]) + ["edit", "widen", "truncated"]
-        self.assertEqual(decode(TOK, encode(TOK, words)), words)
-        self.assertEqual(sorted(TOK.values()), list(range(len(TOK))))
-        with self.assertRaisesRegex(ValueError, "'nosuchword'"):
-            encode(TOK, ["read", "nosuchword"])
-        for task, op in itertools.product(TASKS, OPS):          # sources as any op leaves them
-            encode(TOK, env.source_words(apply_op(apply_op(task["source"], op), FIX_OP[task["name"]])))
-
-    def test_size(self):
-        self.assertTrue(150_000 < sum(p.numel() for p in fresh_policy().parameters()) < 165_000)
-
-    def test_sampler_agrees_with_forward_pass(self):
-        for temperature in (1.0, 0.7):
-            envs = [BugFixEnv(task) for task in TASKS]
-            episodes = rollout_batch(rl_base(), TOK, envs, generator(1), temperature)
-            batch = collate(episodes)
-            logps = token_logps(rl_base(), batch, temperature)
-            for row, episode in enumerate(episodes):
-                n = len(episode["ids"])
-                self.assertEqual(len(episode["mask"]), n)
-                self.assertLess((logps[row, :n] - torch.tensor(episode["logps"])).abs().max(), 1e-4)
-                self.assertEqual(logps[row][~batch["mask"][row]].abs().max(), 0)
-
-    def test_log_probabilities_against_a_plain_forward_pass(self):
-        # a second implementation: one episode at a time, no packing, a loop over heads, torch's own layer
-        # norm and gelu; for a long row and for a short one, which go through attention by different ways
-        for episode in (max(some_episodes(4, 4), key=lambda e: len(e["ids"])),
-                        agent.demonstrate(TOK, TASKS[0], "blind", random.Random(0))):
-            self.compare_with_a_plain_forward_pass(episode)
-
-    def compare_with_a_plain_forward_pass(self, episode):
-        model = rl_base()
-        ids = torch.tensor(episode["ids"])
-        x = model.words.weight[ids]
-        T = len(ids)
-        for block in model.blocks:
-            q, k, v = block.qkv(block.norm1(x)).split(model.width, dim=-1)
-            d, outs = model.width // model.heads, []
-            for h in range(model.heads):
-                part = slice(h * d, (h + 1) * d)
-                scores = q[:, part] @ k[:, part].T / math.sqrt(d)
-                scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -1e9)
-                outs.append(scores.softmax(-1) @ v[:, part])
-            x = x + block.out(torch.cat(outs, -1))
-            x = x + block.down(torch.nn.functional.gelu(block.up(block.norm2(x))))
-        logp = (model.norm(x) @ model.words.weight.T / 0.5).log_softmax(-1)
-        expected = (torch.cat((torch.zeros(1), logp[:-1].gather(1, ids[1:, None])[:, 0]))
-                    * torch.tensor(episode["mask"]))
-        got, entropy = token_logps(model, collate([episode]), 0.5, with_entropy=True)
-        self.assertLess((got[0] - expected).abs().max(), 1e-4)
-        at = torch.tensor(episode["mask"]).nonzero()[:, 0] - 1
-        self.assertLess((entropy[0, at + 1] - -(logp.exp() * logp).sum(-1)[at]).abs().max(), 1e-4)
-        self.assertEqual(entropy[0][torch.tensor(episode["mask"]) == 0].abs().max(), 0)
-
-    def test_onednn_changes_nothing_but_rounding(self):
-        batch = collate(some_episodes(6, 8))
-        def run():
-            model, seen = rl_base(), []
-            count = lambda f, x: (seen.append(len(x)), by_onednn(f, x))[1]
-            with mock.patch.object(agent, "by_onednn", count):
-                logps, entropies = token_logps(model, batch, with_entropy=True)
-            logps.sum().backward()
-            gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-            return torch.cat((logps.detach(), entropies)), gradient, seen
-        by_onednn = agent.by_onednn
-        fast, fast_gradient, seen = run()
-        self.assertGreater(max(seen), 1000)                 # the tokens of 48 episodes at once, all rounded
-        self.assertTrue(all(n % 128 == 0 for n in seen if n >= 256))
-        by_onednn = lambda f, x: f(x)
-        plain, plain_gradient, _ = run()
-        self.assertLess((fast - plain).abs().max(), 1e-4)
-        self.assertLess((fast_gradient - plain_gradient).abs().max(), 1e-4 * plain_gradient.abs().max())
-        double = token_logps(rl_base().double(), batch)     # oneDNN has no float64: the usual way, then
-        self.assertEqual(double.dtype, torch.float64)
-        self.assertLess((double - plain[:len(double)]).abs().max(), 1e-4)
-
-    def test_sampling_runs_short_and_long_rows_together_and_apart(self):
-        # rows with 1, 2 and 20 unseen tokens behind a common past, few of them long or most: the last hidden
-        # states are those of running each row whole, alone
-        model = rl_base()
-        d, rng = model.width // model.heads, random.Random(0)
-        for lengths in ([1, 20, 2, 1, 17, 1], [20, 17, 1, 20, 2], [1, 1, 1], [2, 1, 2], [5, 5], [1, 3]):
-            rows = [[rng.randrange(len(TOK)) for _ in range(6 + n)] for n in lengths]
-            cache = torch.zeros(len(model.blocks), 2, len(rows), model.heads, 64, d)
-            with torch.no_grad():
-                agent.run_unseen(model, [ids[:6] for ids in rows], [6] * len(rows), cache)
-                hidden = agent.run_unseen(model, [ids[6:] for ids in rows], [len(ids) for ids in rows], cache)
-                for row, ids in enumerate(rows):
-                    attend, places = agent.packed_attention(model.heads, torch.tensor([len(ids)]))
-                    alone = model(torch.tensor(ids)[places], attend, torch.tensor([len(ids) - 1]))
-                    self.assertLess((hidden[row] - alone[0]).abs().max(), 1e-4, lengths)
-
-    def test_adam_is_torchs(self):
-        a, b = fresh_policy(), fresh_policy()
-        step = agent.adam(list(a.parameters()))
-        reference = torch.optim.Adam(b.parameters(), betas=(0.9, 0.95))
-        for i in range(5):
-            reference.param_groups[0]["lr"] = lr = 1e-3 * (i + 1)
-            for p, q in zip(a.parameters(), b.parameters()):
-                p.grad = torch.randn(p.shape, generator=generator(i)) * 10.0 ** (i - 3)
-                q.grad = p.grad.clone()
-            step(lr)
-            reference.step()
-            for p, q in zip(a.parameters(), b.parameters()):
-                self.assertLess((p - q).abs().max(), 1e-7)
-
-    def test_adam_leaves_frozen_and_unreached_weights_alone(self):
-        model = rl_base()
-        model.words.weight.requires_grad_(False)
-        model.unused = nn.Parameter(torch.ones(3))
-        before = copy.deepcopy(model.state_dict())
-        history = train_rl(model, TOK, RLConfig(steps=2, eval_every=0), TRAIN_TASKS)
-        self.assertGreater(history[0]["grad_norm"], 0)
-        same = {name for name, weight in model.state_dict().items() if torch.equal(weight, before[name])}
-        self.assertEqual(same, {"words.weight", "unused"})
-
-    def test_masks_cover_the_policys_tokens_and_nothing_else(self):
-        class Babbler(agent.Policy):            # calls that begin or end well, both, or neither
-            def log_probs(self, hidden, temperature):
-                logits = torch.full((len(hidden), len(TOK)), -math.inf)
-                logits[:, encode(TOK, ["<call>", "read", "<end>"])] = 0.0
-                return logits.log_softmax(-1)
-
-        babble = rollout_batch(Babbler(len(TOK)), TOK, [BugFixEnv(task) for task in TASKS], generator(2))
-        for episode in some_episodes(6, 4) + babble:
-            e = copy.deepcopy(episode["env"])
-            ids, mask, i = episode["ids"], episode["mask"], 0
-            issue = e.reset()
-            self.assertEqual((decode(TOK, ids[:5]), mask[:5]), (issue, [0] * 5))
-            i = 5
-            for call in episode["calls"]:
-                n = 0
-                while (i + n < len(ids) and mask[i + n] and n < 4
-                       and (n == 0 or ids[i + n - 1] != TOK["<end>"])):
-                    n += 1
-                spoken = decode(TOK, ids[i:i + n])
-                well_formed = spoken[0] == "<call>" and spoken[-1] == "<end>"
-                self.assertEqual(call, spoken[1:-1] if well_formed else spoken)
-                observation, done = e.step(call)
-                i += n
-                if not done:
-                    self.assertEqual(decode(TOK, ids[i:i + len(observation)]), observation)
-                    self.assertEqual(mask[i:i + len(observation)], [0] * len(observation))
-                    i += len(observation)
-            self.assertTrue(done and i == len(ids))
-
-    def test_an_observation_is_no_target(self):
-        # the last id of an episode predicts nothing; as a target it counts only where the policy wrote it
-        episode = dict(some_episodes(1, 1)[0])
-        for extra in ("ok", "fail"):
-            longer = dict(episode, ids=episode["ids"] + [TOK[extra]], mask=episode["mask"] + [0])
-            logps = token_logps(rl_base(), collate([longer]))
-            if extra == "ok":
-                first = logps
-        self.assertTrue(torch.equal(first, logps))
-        self.assertEqual(logps[0, -1], 0)
-
-    def test_packing_wastes_little(self):
-        lengths = torch.tensor([len(episode["ids"]) for episode in some_episodes(8, 8)])
-        _, places = agent.packed_attention(4, lengths)
-        self.assertTrue(lengths.sum() <= len(places) < 1.1 * lengths.sum())
-        row, column = places // lengths.max(), places % lengths.max()
-        real = places[column < lengths[row]]                # each token once
-        self.assertEqual((len(real), len(set(real.tolist()))), (lengths.sum(), lengths.sum()))
-
-    def test_padding_and_company_change_nothing(self):
-        episodes = some_episodes(5, 4)
-        together = token_logps(rl_base(), collate(episodes))
-        for row, episode in enumerate(episodes):
-            alone = token_logps(rl_base(), collate([episode]))[0]
-            self.assertLess((together[row, :len(alone)] - alone).abs().max(), 1e-5)
-        batch = collate(episodes)
-        inside = torch.arange(batch["ids"].shape[1]) < batch["lengths"][:, None]
-        self.assertFalse(bool((batch["mask"] & ~inside).any()))
-        rubbish = dict(batch, ids=torch.where(inside, batch["ids"], torch.tensor(7)))
-        self.assertTrue(torch.equal(together, token_logps(rl_base(), rubbish)))
-
-    def test_random_tokens_never_crash_anything(self):
-        class Uniform(agent.Policy):
-            def log_probs(self, hidden, temperature):
-                return torch.full((len(hidden), len(TOK)), -math.log(len(TOK)))
-        model = Uniform(len(TOK))
-        tasks = [TASKS[i % 30] for i in range(2000)]
-        envs = [BugFixEnv(t) if i % 2 else EditBudgetEnv(t, 1) for i, t in enumerate(tasks)]
-        episodes = rollout_batch(model, TOK, envs, generator(3))
-        self.assertEqual(len(episodes), 2000)
-        self.assertTrue(all(e["env"] is environment for e, environment in zip(episodes, envs)))
-        self.assertTrue(all(e["env"].done and 1 <= len(e["calls"]) <= 6 for e in episodes))
-        grpo.behavior_stats([dict(e, reward=0.0) for e in episodes])
-
-    def test_lockstep_is_the_same_as_one_by_one_in_what_is_computed(self):
-        class Greedy(agent.Policy):         # the sampler has no choice: the result cannot depend on company
-            def log_probs(self, hidden, temperature):
-                logp = super().log_probs(hidden, temperature)
-                return torch.log(nn.functional.one_hot(logp.argmax(-1), len(TOK)).float())
-        model = Greedy(len(TOK))
-        model.load_state_dict(rl_base().state_dict())
-        together = rollout_batch(model, TOK, [BugFixEnv(t) for t in TASKS[:8]], generator())
-        for task, episode in zip(TASKS, together):
-            alone = rollout_batch(model, TOK, [BugFixEnv(task)], generator())[0]
-            self.assertEqual(alone["ids"], episode["ids"])
-
-    def test_base_agents(self):
-        habit = agent.reading_habit(rl_base(), TOK)
-        self.assertEqual(len(habit), 5)
-        self.assertGreaterEqual(min(habit), 0.33)
-        self.assertLess(sum(habit) / 5, 0.7)
-        with self.assertRaisesRegex(ValueError, "nosuch"):
-            agent.make_base_agent(TOK, 0, ("nosuch",))
-        for rename in (False, True):            # twenty plays are fewer than a batch of demonstrations
-            agent.make_base_agent(TOK, 0, ("oracle",), rename, batches=1)
-        before = torch.get_rng_state()
-        a = agent.make_base_agent(TOK, 5, batches=3)
-        b = agent.make_base_agent(TOK, 5, batches=3)
-        self.assertTrue(torch.equal(before, torch.get_rng_state()))
-        self.assertTrue(all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters())))
-        demo = agent.demonstrate(TOK, TASKS[0], "oracle", random.Random(0))
-        spoken = [w for w, m in zip(decode(TOK, demo["ids"]), demo["mask"]) if m]
-        self.assertEqual(" ".join(spoken), "<call> read <end> <call> edit or_to_and <end> "
-                                           "<call> test <end> <call> submit <end>")
-
-    def test_trouble_in_a_readers_environment_is_reported_by_name(self):
-        class Broken(BugFixEnv):
-            def step(self, words):
-                return 17
-        class Endless(BugFixEnv):
-            def step(self, words):
-                return ["ok"] * 40, False
-        class Stranger(BugFixEnv):
-            def step(self, words):
-                return ["nosuchword"], False
-        class NoReset:
-            def __init__(self, task):
-                pass
-
-        class Silent(BugFixEnv):
-            def reset(self):
-                super().reset()
-                return []
-
-        for kind, words in ((Broken, r"Broken.step\("), (Endless, "Endless.*done"),
-                            (Stranger, "Stranger.step.*nosuchword"), (NoReset, r"NoReset.reset\(\)"),
-                            (Silent, r"Silent.reset\(\).*at least one")):
-            with self.assertRaisesRegex(RuntimeError, words):
-                rollout_batch(fresh_policy(), TOK, [kind(TASKS[0])], generator())
-
-
-# --------------------------------------------------------------------------------------------------
-# grpo.py: the mathematics
-# --------------------------------------------------------------------------------------------------
-# Two cases with the values that public trainers gave for them (float64; what stands outside the mask is
-# rubbish on purpose). Whose value each is stands at its end. In the second case one row has no token: its
-# gmpo and luspo values are left out, those trainers count such a row.
-CLIP_HIGHER = dict(
-    logp=[[-3.526094092, -0.5782725966, -2.526248022, -1.90325495,
-           -5.100698934, -4.380393525, -4.66336261, -5.254671144],
-          [-2.836298917, -1.635714241, -0.409768533, -3.096607071,
-           -2.786316621, -3.877950103, -2.834314144, -1.951071485],
-          [-4.101071845, -0.5031605747, -3.26609328, -0.8816645916,
-           -2.994039669, -3.331929934, -5.148289896, -5.784341722],
-          [-1.756551942, -0.6243613222, -5.598303202, -5.367352425,
-           -4.586455, -4.539541117, -4.933659838, -4.369284608],
-          [-2.698070001, -1.255100822, -2.950170753, -0.9553138807,
-           -1.778432659, -3.151504824, -1.484032092, -5.326700936],
-          [-1.63249168, -0.637286865, -2.780747417, -2.508937153,
-           -2.240695513, -7.245588261, -4.467420318, -3.541825224],
-          [-3.325340846, -1.299315732, -2.30664234, -4.625739658,
-           -5.654557613, -5.211403549, -5.236977661, -5.045399198],
-          [-0.5744218466, -2.271498428, -1.583685101, -2.813246473,
-           -3.717048573, -1.352048242, -2.608144951, -2.343012835]],
-    old_logp=[[-3.690242663, -0.4076608496, -2.855004707, -2.181045999,
-               -4.899301066, -5.619606475, -5.33663739, -4.745328856],
-              [-2.791117182, -1.869049821, -0.3483630719, -2.752005468,
-               -2.498888509, -3.251942342, -2.951357803, -1.485528981],
-              [-3.78558408, -0.8081973406, -3.051736711, -0.4756998627,
-               -2.995960344, -2.84703836, -4.851710104, -4.215658278],
-              [-1.714489468, -0.5575644031, -4.401696798, -4.632647575,
-               -5.413545, -5.460458883, -5.066340162, -5.630715392],
-              [-2.231903866, -1.328063112, -2.919186445, -1.444594141,
-               -1.498013975, -3.414266356, -1.57015783, -4.673299064],
-              [-1.622467555, -0.08851809935, -2.968326098, -2.51907363,
-               -2.064693487, -2.754411739, -5.532579682, -6.458174776],
-              [-3.689415043, -1.076287381, -2.173211239, -5.374260342,
-               -4.345442387, -4.788596451, -4.763022339, -4.954600802],
-              [-0.8959258872, -2.066666886, -1.655671503, -3.013939405,
-               -3.736409115, -2.105835851, -2.571197969, -2.314853135]],
-    lengths=[4, 8, 6, 2, 7, 5, 3, 8],
-    adv=[0.8660239038, -0.8660239038, -0.8660239038, 0.8660239038,
-         -0.499999, -0.499999, -0.499999, 1.499997],
-    eps=(0.2, 0.28),
-    # loss, then of its gradient: the sum, the sum weighted by 1, 2, 3 ..., the sum of magnitudes
-    expected={
-        "ppo/token_mean": (0.0131372217, 0.01330657175, -5.300326676, 0.5943240918),   # trl_dapo
-        "ppo/seq_mean_token_mean": (-0.03313977775, -0.01474604162, -2.200321998,
-                                    0.5841236947),   # verl_vanilla[seq-mean-token-mean]
-        "ppo/seq_mean_token_sum": (0.07061256662, 0.07152282302, -28.48925589,
-                                   3.194491994),   # verl_vanilla[seq-mean-token-sum]
-        "ppo/constant": (0.004413285414, 0.004470176449, -1.780578493, 0.1996557496),   # trl_dr_grpo
-        "gspo": (-0.08097803258, -0.08097803256, -5.222212285, 0.8057425324),   # verl_gspo
-        "cispo": (-0.1052941974, 0.005420444446, -8.190171974, 0.8681595233),   # verl_cispo
-        "cispo/no_lower": (-0.04075853123, -0.01917034595, -8.709222144,
-                           0.8435687329),   # verl_cispo[no_lower]
-        "gmpo": (-0.06466265431, -0.1134513889, -4.679347876, 0.7032207347),   # verl_gmpo[0.4]
-        "sapo": (-0.1144522351, -0.06957961354, -4.795066987, 0.8054033483),   # verl_sapo
-        "dppo": (0.01271223196, -0.06753883363, -11.01990237, 0.8670967931),   # verl_dppo_tv
-        "pg/token_mean": (-0.2334409578, 0.05646977284, -6.567428743, 0.8562892809),   # verl_gpg
-        "luspo": (-0.2548431418, -0.254843142, -53.54062838, 4.602504356),   # trl_luspo
-    })
-
-MASKED_ROW = dict(
-    logp=[[-1.157906001, -3.941893563, -0.9789933002, -0.001,
-           -0.2638269451, -2.604684973, -0.6100364592, -0.3619389608],
-          [-4.952275094, -4.966834815, -6.26221401, -4.15222387,
-           -5.204834789, -3.7629458, -6.020137386, -3.31518194],
-          [-0.4488730373, -2.808023583, -3.770722344, -2.244454894,
-           -2.046622283, -0.5009018874, -6.601397543, -4.402385132],
-          [-0.3428140486, -0.2075946768, -3.540569893, -2.082866902,
-           -6.105501394, -4.906088077, -4.408126067, -5.128212696]],
-    old_logp=[[-1.005104302, -3.37668659, -1.394858871, -0.3515340352,
-               -0.194066569, -2.452660822, -0.4390581084, -0.464813039],
-              [-5.047724906, -5.033165185, -3.73778599, -5.84777613,
-               -4.795165211, -6.2370542, -3.979862614, -6.68481806],
-              [-0.4943578644, -3.256352827, -3.907127977, -2.305404097,
-               -2.040941981, -0.8616243837, -3.398602457, -5.597614868],
-              [-0.7959864334, -0.2562057386, -3.698980073, -1.680267028,
-               -3.894498606, -5.093911923, -5.591873933, -4.871787304]],
-    lengths=[8, 0, 6, 4],
-    adv=[0.7071057812, -0.7071057812, -0.7071057812, 0.7071057812],
-    eps=(0.2, 0.2),
-    # loss, then of its gradient: the sum, the sum weighted by 1, 2, 3 ..., the sum of magnitudes
-    expected={
-        "ppo/token_mean": (-0.1732187235, -0.03179756724, 1.461988261, 0.6014044321),   # trl_dapo
-        "ppo/seq_mean_token_mean": (-0.1792169198, -0.03779576383, 0.1978282007,
-                                    0.6074026278),   # verl_vanilla[seq-mean-token-mean]
-        "ppo/seq_mean_token_sum": (-1.039312341, -0.1907854034, 8.771929565,
-                                   3.608426593),   # verl_vanilla[seq-mean-token-sum]
-        "ppo/constant": (-0.04871776597, -0.008943065782, 0.4111841984, 0.1691449965),   # trl_dr_grpo
-        "gspo": (-0.1994714535, -0.1994714535, -2.218958658, 0.7606750079),   # verl_gspo
-        "cispo": (0.07790490744, -0.2110582081, -0.6703999687, 0.7335200152),   # verl_cispo
-        "cispo/no_lower": (0.03126363711, -0.1967912524, -0.5076365043,
-                           0.7192530594),   # verl_cispo[no_lower]
-        "sapo": (-0.4750382488, -0.2105320785, -2.337027574, 0.7635646986),   # verl_sapo
-        "dppo": (-0.01775442533, -0.09133909931, 1.283363665, 0.6609459642),   # verl_dppo_tv
-        "pg/token_mean": (0.1679190692, -0.2357019271, -0.9820913628, 0.7071057812),   # verl_gpg
-    })
-
-
-def tensors(case):
-    logp, old = (torch.tensor(case[key], dtype=torch.float64) for key in ("logp", "old_logp"))
-    mask = torch.arange(logp.shape[1]) < torch.tensor(case["lengths"])[:, None]
-    return logp, old, torch.tensor(case["adv"], dtype=torch.float64), mask
-
+def without_seconds(history):
+    """A text with everything in a history, or in a result that has one, but the seconds."""
+    return re.sub(r"'sec_\w+': [^,}]+", "", repr(history))
 
 def random_case(B=5, T=7, seed=0, spread=0.4):
+    """logp, old_logp (B, T), adv (B,) and mask (B, T) in float64. Every row has at least one token."""
     g = generator(seed)
     logp = -torch.rand(B, T, generator=g, dtype=torch.float64) * 3 - 0.01
     old = (logp + spread * torch.randn(B, T, generator=g, dtype=torch.float64)).clamp(max=-1e-3)
     mask = torch.arange(T) < torch.randint(1, T + 1, (B, 1), generator=g)
     return logp, old, torch.randn(B, generator=g, dtype=torch.float64), mask
 
+def tensors(case):
+    """logp, old_logp, adv and mask of one of the cases below, with nan off the mask."""
+    mask = torch.arange(8) < torch.tensor(case["lengths"])[:, None]
+    logp, old = (torch.full(mask.shape, math.nan, dtype=torch.float64).masked_scatter(
+        mask, torch.tensor(case[key], dtype=torch.float64)) for key in ("logp", "old_logp"))
+    return logp, old, torch.tensor(case["adv"], dtype=torch.float64), mask
 
-def gradient(loss_of, logp):
-    logp = logp.clone().requires_grad_()
-    loss = loss_of(logp)
-    return loss.detach(), torch.autograd.grad(loss, logp)[0]
+# Two cases with the values that public trainers gave for them in float64: verl at commit 1dda039b, TRL 1.16.0
+# and rlhf-book at commit a66b0bf1. logp and old_logp list the policy tokens row by row, and are rounded here.
+# After each loss stand three numbers of its gradient: the sum, the sum weighted by 1, 2, 3 ..., and the sum
+# of magnitudes. A row of the second case has no token. TRL's luspo and verl's gmpo count it and are absent.
+CLIP_HIGHER = dict(
+    logp=[-3.526094, -0.578273, -2.526248, -1.903255, -2.836299, -1.635714, -0.409769, -3.096607, -2.786317,
+        -3.87795, -2.834314, -1.951071, -4.101072, -0.503161, -3.266093, -0.881665, -2.99404, -3.33193,
+        -1.756552, -0.624361, -2.69807, -1.255101, -2.950171, -0.955314, -1.778433, -3.151505, -1.484032,
+        -1.632492, -0.637287, -2.780747, -2.508937, -2.240696, -3.325341, -1.299316, -2.306642, -0.574422,
+        -2.271498, -1.583685, -2.813246, -3.717049, -1.352048, -2.608145, -2.343013],
+    old_logp=[-3.690243, -0.407661, -2.855005, -2.181046, -2.791117, -1.86905, -0.348363, -2.752005,
+        -2.498889, -3.251942, -2.951358, -1.485529, -3.785584, -0.808197, -3.051737, -0.4757, -2.99596,
+        -2.847038, -1.714489, -0.557564, -2.231904, -1.328063, -2.919186, -1.444594, -1.498014, -3.414266,
+        -1.570158, -1.622468, -0.088518, -2.968326, -2.519074, -2.064693, -3.689415, -1.076287, -2.173211,
+        -0.895926, -2.066667, -1.655672, -3.013939, -3.736409, -2.105836, -2.571198, -2.314853],
+    lengths=[4, 8, 6, 2, 7, 5, 3, 8], rewards=[1, 0, 0, 1, 0, 0, 0, 1], eps=(0.2, 0.28),
+    adv=[0.8660239038, -0.8660239038, -0.8660239038, 0.8660239038, -0.499999, -0.499999, -0.499999, 1.499997],
+    advantages={"group_mean/group_mean": [1, -1, -1, 1, -1, -1, -1, 3],  # rlhf-book, and below verl
+                "length_weighted/none": [.7, -.3, -.3, .7, -8 / 23, -8 / 23, -8 / 23, 15 / 23]},
+    losses={
+        "token/token_mean": (0.0131372217, 0.01330657175, -5.300326676, 0.5943240918),  # TRL
+        "token/seq_mean_token_mean": (-0.03313977775, -0.01474604162, -2.200321998, 0.5841236947),  # verl
+        "token/seq_mean_token_sum": (0.07061256662, 0.07152282302, -28.48925589, 3.194491994),  # verl
+        "token/constant": (0.004413285414, 0.004470176449, -1.780578493, 0.1996557496),  # TRL
+        "sequence/seq_mean_token_mean": (-0.08097803258, -0.08097803256, -5.222212285, 0.8057425324),  # verl
+        "cispo/token_mean": (-0.1052941974, 0.005420444446, -8.190171974, 0.8681595233),  # verl
+        "cispo/token_mean/1.0/0.28": (-0.04075853123, -0.01917034595, -8.709222144, 0.8435687329),  # verl
+        "gmpo/seq_mean_token_mean/.4/.4": (-0.06466265431, -0.1134513889, -4.679347876, 0.7032207347),  # verl
+        "sapo/seq_mean_token_mean": (-0.1144522351, -0.06957961354, -4.795066987, 0.8054033483),  # verl
+        "dppo/token_mean": (0.01271223196, -0.06753883363, -11.01990237, 0.8670967931),  # verl
+        "none/token_mean": (-0.2334409578, 0.05646977284, -6.567428743, 0.8562892809),  # verl
+        "sequence/seq_mean_token_sum": (-0.2548431418, -0.254843142, -53.54062838, 4.602504356),  # TRL
+    })
+MASKED_ROW = dict(
+    logp=[-1.157906, -3.941894, -0.978993, -0.001, -0.263827, -2.604685, -0.610036, -0.361939, -0.448873,
+        -2.808024, -3.770722, -2.244455, -2.046622, -0.500902, -0.342814, -0.207595, -3.54057, -2.082867],
+    old_logp=[-1.005104, -3.376687, -1.394859, -0.351534, -0.194067, -2.452661, -0.439058, -0.464813,
+        -0.494358, -3.256353, -3.907128, -2.305404, -2.040942, -0.861624, -0.795986, -0.256206, -3.69898,
+        -1.680267],
+    lengths=[8, 0, 6, 4], eps=(0.2, 0.2), adv=[0.7071057812, -0.7071057812, -0.7071057812, 0.7071057812],
+    losses={
+        "token/seq_mean_token_mean": (-0.1792169198, -0.03779576383, 0.1978282007, 0.6074026278),  # verl
+        "token/seq_mean_token_sum": (-1.039312341, -0.1907854034, 8.771929565, 3.608426593),  # verl
+        "token/constant": (-0.04871776597, -0.008943065782, 0.4111841984, 0.1691449965),  # TRL
+        "sequence/seq_mean_token_mean": (-0.1994714535, -0.1994714535, -2.218958658, 0.7606750079),  # verl
+        "sapo/seq_mean_token_mean": (-0.4750382488, -0.2105320785, -2.337027574, 0.7635646986),  # verl
+    })
 
-
+# ---- Tests -------------------------------------------------------------------------------------------------
 class TestLosses(unittest.TestCase):
-    def test_against_public_trainers(self):
+    def test_one_token_by_hand(self):
+        # The token's probability goes from p to q, so r = q / p. Its loss and the slope of that by log pi.
+        log, gate = math.log, lambda x: 1 / (1 + math.exp(-x))
+        for level, A, p, q, value, slope, clipped in (
+                ("token", 1, 0.5, 0.75, -1.3, 0, True),         # too far in the direction of A: clipped
+                ("token", 1, 0.5, 0.25, -0.5, -0.5, False),     # too far against it: not clipped
+                ("token", -1, 0.5, 0.75, 1.5, 1.5, False), ("token", -1, 0.5, 0.25, 0.8, 0, True),
+                ("sequence", 1, 0.5, 0.75, -1.3, 0, True), ("none", 2, 0.5, 0.75, -2 * log(0.75), -2, False),
+                ("cispo", 1, 0.5, 0.75, -1.3 * log(0.75), -1.3, True),          # clipped, with a gradient
+                ("cispo", -1, 0.5, 0.25, 0.8 * log(0.25), 0.8, True),
+                ("gmpo", 1, 0.5, 0.75, -math.exp(0.3), 0, True),        # the bounds are on log r = 0.405
+                ("gmpo", -1, 0.5, 0.75, 1.5, 1.5, False), ("gmpo", -1, 0.5, 0.25, math.exp(-0.2), 0, True),
+                ("sapo", 1, 0.25, 0.75, -4 * gate(2), -12 * gate(2) * gate(-2), False),
+                ("sapo", -1, 0.25, 0.75, 4 / 1.05 * gate(2.1), 12 * gate(2.1) * gate(-2.1), False),
+                ("dppo", 1, 0.5, 0.85, 0, 0, True),             # likelier by 0.35, and below by 0.25
+                ("dppo", 1, 0.5, 0.75, -1.5 * log(0.75), -1.5, False), ("dppo", -1, 0.5, 0.25, 0, 0, True),
+                ("dppo", 1, 0.01, 0.05, -5 * log(0.05), -5, False),     # r = 5, and yet likelier by only 0.04
+                ("dppo", 1, 0.0002, 0.01, -20 * log(0.01), -20, False)):        # r = 50 is cut to 20
+            old, new = torch.tensor([[p]]).double().log(), torch.tensor([[q]]).double().log()
+            fixed = old, torch.tensor([float(A)]), torch.ones(1, 1), 0.2, 0.3
+            got = gradient(lambda x: LOSSES[level](x, *fixed)[0].sum(), new)
+            close([got[0], got[1].sum()], [value, slope], 1e-5, (level, A, p, q))
+            self.assertEqual(LOSSES[level](new, *fixed)[1].item(), clipped, (level, A, p, q))
+
+    def test_the_values_and_gradients_of_public_trainers(self):
         for case in (CLIP_HIGHER, MASKED_ROW):
             logp, old, adv, mask = tensors(case)
-            lo, hi = case["eps"]
-            for name, expected in case["expected"].items():
-                kind, _, option = name.partition("/")
-                agg = {"gspo": "seq_mean_token_mean", "gmpo": "seq_mean_token_mean",
-                       "sapo": "seq_mean_token_mean", "luspo": "seq_mean_token_sum"}.get(kind, "token_mean")
-                agg, low, high = option if kind in ("ppo", "pg") else agg, lo, hi
-                if option == "no_lower":
-                    low = 1.0
-                if kind == "gmpo":
-                    low = high = 0.4
-                function = LOSSES["gspo" if kind == "luspo" else kind]
-                loss, g = gradient(lambda x: function(x, old, adv, mask, low, high, agg, 16)[0], logp)
-                k = torch.arange(1, g.numel() + 1, dtype=torch.float64)
-                got = (loss, g.sum(), (g.flatten() * k).sum(), g.abs().sum())
-                for a, b in zip(got, expected):
-                    self.assertAlmostEqual(
-                        a.item(), b, delta=max(1e-6 * abs(b), 2e-7 * (1 if b in expected[:2] else 30)),
-                        msg=name)
+            for name, expected in case["losses"].items():
+                level, agg, *eps = name.split("/")
+                low, high = map(float, eps or case["eps"])
+                cfg = RLConfig(ratio_level=level, agg=agg, eps_low=low, eps_high=high, agg_constant=16)
+                loss, g = gradient(lambda x: policy_loss(x, old, adv, mask, cfg)[0], logp)
+                weighted = g.flatten() * torch.arange(1, 1 + g.numel())
+                tolerance = torch.tensor([1e-6, 1e-6, 3e-5, 1e-6]) * (10 if agg == MODES[2] else 1)
+                close([loss, g.sum(), weighted.sum(), g.abs().sum()], expected, tolerance, name)
                 self.assertEqual(g[~mask].abs().sum(), 0, name)
 
-    def test_ppo_clips_at_both_signs_on_the_right_side(self):
-        # r = e^0.5 and e^-0.5 with A = +1 and -1: only r too high with A > 0 and r too low with A < 0 are
-        # clipped
-        for sign, log_r, value, slope in ((1, 0.5, -1.2, 0), (1, -0.5, -math.exp(-0.5), -math.exp(-0.5)),
-                                          (-1, 0.5, math.exp(0.5), math.exp(0.5)), (-1, -0.5, 0.8, 0)):
-            logp, old = torch.tensor([[-1.0 + log_r]]), torch.tensor([[-1.0]])
-            out = {}
-            loss, g = gradient(lambda x: out.setdefault("l", grpo.ppo_policy_loss(
-                x, old, torch.tensor([float(sign)]), torch.ones(1, 1), 0.2, 0.2, "token_mean"))[0], logp)
-            self.assertAlmostEqual(loss.item(), value, places=5)
-            self.assertAlmostEqual(g.item(), slope, places=5)
-            self.assertEqual(out["l"][1]["clip_frac"].item(), float(slope == 0))
-            self.assertAlmostEqual(out["l"][1]["ratio_max"].item(), math.exp(log_r), places=5)
-            self.assertAlmostEqual(out["l"][1]["ratio_min"].item(), math.exp(log_r), places=5)
+    def test_values_and_gradients_at_ratio_one_by_hand(self):
+        # A row of 2 tokens with A = 1 and log pi = -0.5, and a row of 4 with A = -1 and log pi = -1. The
+        # values differ, but the gradient is -A times the token's weight in the aggregation for all losses.
+        logp, adv = torch.tensor([[-0.5] * 4, [-1.0] * 4]).double(), torch.tensor([1.0, -1.0])
+        mask, gate = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]), 2 / 1.05       # 4 / tau * sigmoid(0)
+        ratio, weighted = (2 / 6, 0, 1, 0.1), (-3 / 6, -0.25, -1.5, -0.15)      # of -A, and of -A log pi
+        soft = ((4 * gate - 4) / 6, (gate - 2) / 2, (4 * gate - 4) / 2, (4 * gate - 4) / 20)
+        weights = mask / 6, mask / torch.tensor([[4], [8]]), mask / 2, mask / 20
+        for level in LOSSES:
+            values = {"token": ratio, "sequence": ratio, "gmpo": ratio, "sapo": soft}.get(level, weighted)
+            for mode, value, weight in zip(MODES, values, weights):
+                cfg = RLConfig(ratio_level=level, agg=mode, agg_constant=10)
+                got = gradient(lambda x: policy_loss(x, logp, adv, mask, cfg)[0], logp)
+                close(got[0], value, 1e-6, (level, mode))
+                close(got[1], -adv[:, None] * weight, 1e-6, (level, mode))
 
-    def test_extreme_ratios_stay_finite(self):
-        old, logp = torch.tensor([[-26.0, -0.1]]), torch.tensor([[-0.1, -60.0]])
-        for name, function in LOSSES.items():
-            for sign in (1.0, -1.0):
-                loss, g = gradient(
-                    lambda x: function(x, old, torch.tensor([sign]), torch.ones(1, 2))[0], logp)
-                self.assertTrue(torch.isfinite(loss) and torch.isfinite(g).all(), name)
-        r = grpo.ppo_policy_loss(logp, old, torch.tensor([-1.0]), torch.ones(1, 2))[1]["ratio_max"]
-        self.assertAlmostEqual(r.item() / math.exp(20), 1, places=4)
+    def test_statistics_by_hand_and_extreme_ratios(self):
+        log_r = torch.tensor([[0.3, -0.1, 0.0], [-0.4, 99.0, 99.0], [0.5, 0.1, 99.0]])
+        mask, old = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]]), torch.full((3, 3), -1.0)
+        # Clipped are 0.3 with A = 2, because e^0.3 = 1.35, and -0.4 with A = -1, because e^-0.4 = 0.67.
+        _, stats = policy_loss(old + log_r, old, torch.tensor([2.0, -1, 0]), mask, RLConfig())
+        self.assertEqual(" ".join(stats), "clip_frac ratio_min ratio_max logratio_pos logratio_neg")
+        close([*stats.values()], [2 / 6, math.exp(-0.4), math.exp(0.5), 0.2 / 3, -0.4])
+        for level, A, x in itertools.product(LOSSES, (torch.ones(3), -torch.ones(3)), (-log_r, log_r)):
+            args = old, A, torch.ones(3, 3), RLConfig(ratio_level=level)
+            value, g = gradient(lambda z: policy_loss(z, *args)[0], old + x)
+            self.assertTrue(value.isfinite() and g.isfinite().all(), level)
+            close(policy_loss(old + log_r, *args)[1]["ratio_max"].log(), 20, 1e-4)
 
-    def test_aggregation_by_hand(self):
-        x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 99.0, 99.0], [99.0, 99.0, 99.0]])
-        mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
-        for mode, expected in (("token_mean", 10 / 4), ("seq_mean_token_mean", (2 + 4) / 2),
-                               ("seq_mean_token_sum", (6 + 4) / 2), ("constant", 10 / (3 * 5))):
-            for m in (mask.bool(), mask.float()):
-                self.assertAlmostEqual(aggregate_loss(x, m, mode, 5).item(), expected, places=6)
-                nan = x.masked_fill(~mask.bool(), math.nan)
-                self.assertAlmostEqual(aggregate_loss(nan, m, mode, 5).item(), expected, places=6)
-            self.assertEqual(aggregate_loss(x, mask * 0, mode, 5).item(), 0)
-            wide = torch.nn.functional.pad(x, (0, 4), value=7.0), torch.nn.functional.pad(mask, (0, 4))
-            # width plays no part
-            self.assertAlmostEqual(aggregate_loss(*wide, mode, 5).item(), expected, places=6)
-        for mode, constant in (("mean", None), ("constant", None)):
-            with self.assertRaisesRegex(ValueError, "agg"):
-                aggregate_loss(x, mask, mode, constant)
+    def test_advantages_of_any_type_for_an_episode_or_for_a_token(self):
+        logp, old, _, mask = random_case(4, seed=12)
+        kinds = [1.5, -2, 0, 3], [1, -2, 0, 3], [True, False, True, False]
+        for adv, level in itertools.product(map(torch.tensor, kinds), LOSSES):
+            results = []
+            for A in (adv.double(), adv, adv[:, None].repeat(1, 7), adv[:, None].expand(4, 7)):
+                args = old, A, mask, RLConfig(ratio_level=level)
+                results.append(gradient(lambda z: policy_loss(z, *args)[0], logp)[1])
+                close(results[-1], results[0], 1e-12, level)
 
-    def test_every_loss_aggregates_as_aggregate_loss_does(self):
-        # per-token losses by a second implementation, then aggregate_loss
-        logp, old, adv, mask = random_case(seed=3)
-        A, r = adv[:, None], (logp - old).exp()
-        n = mask.sum(1, keepdim=True)
-        s = (((logp - old) * mask).sum(1, keepdim=True) / n).exp()
-        p, q = logp.exp(), old.exp()
-        per_token = {
-            "ppo": torch.maximum(-r * A, -r.clip(0.8, 1.2) * A),
-            "gspo": torch.maximum(-s * A, -s.clip(0.8, 1.2) * A) + 0 * r,
-            "cispo": -r.clip(0.8, 1.2) * A * logp,
-            "sapo": torch.where(A > 0, -4 * torch.sigmoid(r - 1) * A,
-                                -4 / 1.05 * torch.sigmoid(1.05 * (r - 1)) * A),
-            "dppo": -r * A * logp * torch.where(A > 0, p - q <= 0.2, p - q >= -0.2),
-            "pg": -A * logp}
-        for name, expected in per_token.items():
-            for agg in grpo.CHOICES["agg"]:
-                got = LOSSES[name](logp, old, adv, mask, 0.2, 0.2, agg, 3.0)[0]
-                self.assertAlmostEqual(got.item(), aggregate_loss(expected, mask, agg, 3.0).item(),
-                                       places=10, msg=name)
-                self.assertEqual(LOSSES[name](logp, old, adv, mask & False, 0.2, 0.2, agg, 3.0)[0].item(),
-                                 0)
+    def test_shapes_that_do_not_fit_are_refused(self):
+        # They would broadcast. Two rows with A = 1 and A = -1 as (2, 1) have no gradient left in most losses.
+        x, A, cube = -torch.ones(4, 3), torch.ones(4), -torch.ones(3, 3, 1)     # (B, T, 1) is gather's shape
+        others = x[:, :1], x[:1], x[0], x[..., None], x.sum()
+        for case in ((x, x, A[:, None], x), (x, x, A[None], x), (x, x, A[:1], x), (x, x, A[0], x),
+                     (x, x, A[:3], x), (x, x, x[:1], x), *((x, other, A, x) for other in others),
+                     *((x, x, A, other) for other in others), (x[:1], x, A, x), (cube, cube, A[:3], cube),
+                     (x[0], x[0], x[0], x[0])):
+            for level, loss in LOSSES.items():
+                self.assertRaises(ValueError, loss, *case)
+                self.assertRaises(ValueError, policy_loss, *case, RLConfig(ratio_level=level))
+        for other in others:
+            self.assertRaisesRegex(ValueError, "shape", kl_penalty, x, other, "k3")
+            for pair, mode in itertools.product(((x, other), (other, x), (x[0],) * 2, (cube,) * 2), MODES):
+                self.assertRaisesRegex(ValueError, "shape", aggregate_loss, *pair, mode, 5)
 
-    def test_gradients_at_ratio_one(self):
-        # d loss / d logp = -A times the aggregation's weight, for each loss, its own scale set out: gspo's
-        # and gmpo's weight is 1/(rows * n_i) by their definition; sapo's gate has slope 4 / tau * tau / 4 =
-        # 1
-        logp, _, adv, mask = random_case(seed=4)
-        mask_, mask = mask, mask.double()
-        n, rows = mask.sum(1, keepdim=True), mask_.any(1).sum()
-        weight = {"token_mean": mask / mask.sum(), "seq_mean_token_mean": mask / (rows * n),
-                  "seq_mean_token_sum": mask / rows}
-        for name, function in LOSSES.items():
-            for agg in weight:
-                _, g = gradient(lambda x: function(x, logp, adv, mask, agg=agg)[0], logp)
-                w = weight[agg]
-                if name == "gmpo":
-                    w = weight["seq_mean_token_mean"]
-                expected = -adv[:, None] * w
-                if name == "gspo":
-                    # s is a mean over the row: the row's weight, spread evenly over its tokens
-                    expected = (expected * mask).sum(1, keepdim=True) / n * mask
-                self.assertLess((g - expected).abs().max(), 1e-12, (name, agg))
-
-    def test_identities(self):
-        logp, old, adv, _ = random_case(6, 1, seed=5)
-        one = torch.ones(6, 1)
-        for a, b in zip(
-                gradient(lambda x: grpo.gspo_policy_loss(x, old, adv, one, agg="token_mean")[0], logp),
-                gradient(lambda x: grpo.ppo_policy_loss(x, old, adv, one)[0], logp)):
-            self.assertLess((a - b).abs().max(), 1e-12)         # one token an episode: GSPO is PPO
-        logp, old, adv, mask = random_case(6, 9, seed=6)
-        n = mask.sum(1)
-        _, luspo = gradient(
-            lambda x: grpo.gspo_policy_loss(x, old, adv, mask, agg="seq_mean_token_sum")[0], logp)
-        _, gspo = gradient(
-            lambda x: grpo.gspo_policy_loss(x, old, adv, mask, agg="seq_mean_token_mean")[0], logp)
-        self.assertLess((luspo - gspo * n[:, None]).abs().max(), 1e-12)     # LUSPO: GSPO times the length
-        # a sequence's ratio is the geometric mean: shifting every log-ratio by 0.1 multiplies it by e^0.1,
-        # at any length
-        stats = grpo.gspo_policy_loss(old + 0.1, old, adv, mask)[1]
-        self.assertAlmostEqual(stats["ratio_min"].item(), math.exp(0.1), places=9)
-        self.assertAlmostEqual(stats["ratio_max"].item(), math.exp(0.1), places=9)
-
-    def test_cispo_keeps_a_gradient_where_ppo_clips(self):
-        logp, old, adv, mask = random_case(40, 12, seed=7)
-        _, ppo = gradient(lambda x: grpo.ppo_policy_loss(x, old, adv, mask)[0], logp)
-        _, cispo = gradient(lambda x: grpo.cispo_policy_loss(x, old, adv, mask)[0], logp)
-        clipped = mask & (ppo == 0)
-        self.assertGreater(clipped.sum(), 30)
-        self.assertTrue((cispo[mask] != 0).all())
-        for loss in (grpo.ppo_policy_loss, grpo.cispo_policy_loss):
-            self.assertAlmostEqual(loss(logp, old, adv, mask)[1]["clip_frac"].item(),
-                                   (clipped.sum() / mask.sum()).item(), places=6)
-        self.assertLess((cispo[clipped].abs() - adv[:, None].expand_as(logp)[clipped].abs()
-                         * (logp - old).exp().clip(0.8, 1.2)[clipped] / mask.sum()).abs().max(), 1e-12)
-
-    def test_gmpo_never_leaves_its_band(self):
-        for seed in range(20):
-            logp, old, adv, mask = random_case(1, 6, seed=seed, spread=2.0)
-            value = -grpo.gmpo_policy_loss(logp, old, adv, mask)[0].item() / adv.item()
-            if adv > 0:
-                self.assertLessEqual(value, math.exp(0.4) + 1e-12)
-            else:
-                self.assertGreaterEqual(value, math.exp(-0.4) - 1e-12)
-
-    def test_dppo_keeps_what_moved_little_in_probability(self):
-        old = torch.log(torch.tensor([[0.5, 0.5, 0.01, 0.5]], dtype=torch.float64))
-        logp = torch.log(torch.tensor([[0.7, 0.3, 0.05, 0.6]], dtype=torch.float64))
-        mask = torch.ones(1, 4)
-        for sign, kept in ((1.0, [False, True, True, True]), (-1.0, [True, False, True, True])):
-            _, g = gradient(lambda x: grpo.dppo_policy_loss(x, old, torch.tensor([sign]), mask)[0], logp)
-            self.assertEqual((g != 0)[0].tolist(), kept)
-            self.assertAlmostEqual(g[0, 2].item(), -sign * 5 / 4, places=9)
-        far = torch.log(torch.tensor([[0.01]], dtype=torch.float64))
-        _, g = gradient(
-            lambda x: grpo.dppo_policy_loss(x, far - 4, torch.tensor([1.0]), torch.ones(1, 1))[0], far)
-        self.assertAlmostEqual(g.item(), -20, places=6)         # the ratio, e^4, is cut to 20
-
-    def test_no_gradient_reaches_a_weight_that_should_be_constant(self):
-        # cispo and dppo: the derivative is weight * A, with no term from the weight's own derivative
-        logp, old, adv, mask = random_case(4, 5, seed=8, spread=0.05)
-        r = (logp - old).exp()
-        for name in ("cispo", "dppo"):
-            _, g = gradient(lambda x: LOSSES[name](x, old, adv, mask, 0.9, 0.9, "token_mean")[0], logp)
-            self.assertLess((g + (r * adv[:, None] * mask) / mask.sum()).abs().max(), 1e-12, name)
-
+    def test_neither_old_logp_nor_what_stands_off_the_mask_has_an_effect_on_the_gradient(self):
+        logp, old, adv, mask = random_case(seed=11)
+        for level, junk in itertools.product(LOSSES, (math.nan, math.inf, -math.inf, 1e30)):
+            x, o, A = (tensor.masked_fill(~mask, junk) for tensor in (logp, old, adv[:, None].expand(5, 7)))
+            results, cfg = [], RLConfig(ratio_level=level)
+            for z, *rest in ((logp, old, adv), (x, old, adv), (logp, o, adv), (logp, old, A), (x, o, A)):
+                value, g = gradient(lambda z: policy_loss(z, *rest, mask.float(), cfg)[0], z)
+                stats = policy_loss(z, *rest, mask, cfg)[1].values()
+                results.append(torch.stack([value, *g.flatten(), *stats]))
+                close(results[-1], results[0], 1e-12, (level, junk))
+            _, g = gradient(lambda x: policy_loss(x, x + (old - logp), adv, mask, cfg)[0], logp)
+            close(g.flatten(), results[0][1:1 + g.numel()], 1e-12, level)
 
 class TestAdvantages(unittest.TestCase):
-    def test_by_hand(self):
-        R = torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 0])
-        def adv(*args, **kwargs):
-            return group_advantages(R, 4, *args, **kwargs).tolist()
-        sd = math.sqrt(1 / 3)       # of 1, 1, 0, 0, unbiased
-        for got, expected in (
-                (adv("group_mean", "group_std"),
-                 [1.5, -0.5, -0.5, -0.5, 0.5 / sd, 0.5 / sd, -0.5 / sd, -0.5 / sd]),
-                (adv("group_mean", "none"), [0.75, -0.25, -0.25, -0.25, 0.5, 0.5, -0.5, -0.5]),
-                (adv("leave_one_out", "none"), [1, -1 / 3, -1 / 3, -1 / 3, 2 / 3, 2 / 3, -2 / 3, -2 / 3]),
-                (adv("group_mean", "group_mean"), [3, -1, -1, -1, 1, 1, -1, -1]),
-                (adv("group_mean", "batch_std"),
-                 [x / math.sqrt(15 / 56) for x in [.75, -.25, -.25, -.25, .5, .5, -.5, -.5]]),
-                (adv("length_weighted", "none", torch.tensor([1, 2, 3, 4, 1, 1, 4, 4])),
-                 [0.9, -0.1, -0.1, -0.1, 0.8, 0.8, -0.2, -0.2])):
-            for a, b in zip(got, expected):
-                self.assertAlmostEqual(a, b, places=5)
+    def test_by_hand_and_by_public_trainers(self):
+        R, lengths = [1, 0, 0, 0, 1, 1, 0, 0], torch.tensor([1, 2, 3, 4, 1, 1, 4, 4])
+        sd, batch_sd = math.sqrt(1 / 3), math.sqrt(15 / 56)     # unbiased, of 1, 1, 0, 0 and of all eight
+        centred = [0.75, -0.25, -0.25, -0.25, 0.5, 0.5, -0.5, -0.5]
+        for name, expected in (
+                ("group_mean/group_std", [1.5, -0.5, -0.5, -0.5] + [x / sd for x in centred[4:]]),
+                ("leave_one_out/none", [1, -1 / 3, -1 / 3, -1 / 3, 2 / 3, 2 / 3, -2 / 3, -2 / 3]),
+                ("group_mean/none", centred), ("group_mean/batch_std", [x / batch_sd for x in centred]),
+                ("length_weighted/none", [0.9, -0.1, -0.1, -0.1, 0.8, 0.8, -0.2, -0.2])):
+            close(group_advantages(R, 4, *name.split("/"), lengths), expected, 1e-5, name)
+        # The deviation here is 5e-6, so the first advantage is 7.5e-6 / (5e-6 + 1e-6).
+        close(group_advantages(torch.tensor([0.50001, 0.5, 0.5, 0.5], dtype=torch.float64), 4)[0], 1.25)
+        R, lengths = (torch.tensor(CLIP_HIGHER[key], dtype=torch.float64) for key in ("rewards", "lengths"))
+        close(group_advantages(R, 4), CLIP_HIGHER["adv"], 1e-8)
+        for name, expected in CLIP_HIGHER["advantages"].items():
+            close(group_advantages(R, 4, *name.split("/"), lengths), expected, 1e-8, name)
+        for buffer, expected in ((2, [0, 0, -0.5, -1, -1, -1]), (0, [0] * 6)):
+            close(grpo.overlong_penalty([1, 4, 5, 6, 7, 9], 6, buffer), expected)
+        close(grpo.overlong_penalty([80, 81, 85, 99, 110], 100, 20), [0, -.05, -.25, -.95, -1])     # TRL's
 
-    def test_equal_rewards_are_exactly_zero(self):
-        for value, G in itertools.product((0.1, 0.7, 1 / 3, 0.0, -2.3, 1e6), (2, 3, 8, 64)):
-            R = torch.full((2 * G,), value)
-            R[G] += 1       # one other group, so that the batch has a deviation
-            for baseline, scale in itertools.product(grpo.CHOICES["baseline"], grpo.CHOICES["scale"]):
-                if value < 0 and scale == "group_mean":
-                    continue
-                lengths = torch.arange(1, 2 * G + 1)
-                A = group_advantages(R, G, baseline, scale, lengths)
-                self.assertEqual(A[:G].abs().max().item(), 0, (value, G, baseline, scale))
-                self.assertGreater(A[G].item(), 0)
+    def test_equal_rewards_have_advantage_0_and_other_groups_do_not(self):
+        # In float32 the rounding error of eight times 0.1, over its deviation, can reach 0.9.
+        for (a, b), G, dtype in itertools.product(
+                ((0.1, 0.1), (0.1 + 0.2, 0.3), (1e8, 1e8 + 1), (0.0, 0.0), (-2.3, -2.3)), (2, 3, 8, 64),
+                (torch.float32, torch.float64)):
+            R = torch.tensor([a] * (G - 1) + [b] + [a] * (G - 1) + [2 * abs(a) + 1], dtype=dtype)
+            for baseline, scale in itertools.product(BASELINES, SCALES[:3] if a < 0 else SCALES):
+                A = group_advantages(R, G, baseline, scale, torch.arange(1, 2 * G + 1))
+                self.assertTrue((A[:G] == 0).all() and A[-1] > 0, (a, b, G, dtype, baseline, scale))
+        rng, seen = random.Random(0), []        # and the filter agrees with the advantages on what is equal
+        for _ in range(600):
+            size, spread = rng.choice((1e-9, 1.0, 1e6)), 10 ** rng.uniform(-8, -4)
+            group = [{"reward": size * (1 + rng.random() * spread), "mask": [1], "calls": [["submit"]]}
+                     for _ in range(4)]
+            seen.append(not grpo.compute_advantages(group, RLConfig(group_size=4)).any())
+            self.assertEqual(grpo.no_signal(group), seen[-1], [episode["reward"] for episode in group])
+        self.assertTrue(100 < sum(seen) < 500)
 
-    def test_leave_one_out_is_a_multiple_of_the_mean_baseline(self):
-        R = torch.rand(24, generator=generator(2), dtype=torch.float64)
-        for G in (2, 3, 8):
-            ratio = (group_advantages(R, G, "leave_one_out", "none")
-                     / group_advantages(R, G, "group_mean", "none"))
-            self.assertTrue(torch.allclose(ratio, torch.full_like(ratio, G / (G - 1))))
-
-    def test_properties(self):
-        R = torch.rand(32, generator=generator(1), dtype=torch.float64)
-        A = group_advantages(R, 8).view(4, 8)
-        self.assertLess(A.mean(1).abs().max(), 1e-12)
-        self.assertTrue(torch.allclose(A.std(1), torch.ones(4, dtype=torch.float64), atol=1e-5))
-        self.assertTrue(torch.allclose(group_advantages(3 * R + 5, 8).view(4, 8), A, atol=1e-4))
-        self.assertTrue(torch.equal(group_advantages(R, 8), group_advantages(R.clone(), 8)))
-
-    def test_refused(self):
-        for args, word in (((torch.ones(3), 1), "group_size"), ((torch.ones(7), 2), "group_size"),
-                           ((torch.ones(4), 2, "mean"), "baseline"),
-                           ((torch.ones(4), 2, "group_mean", "std"), "scale"),
-                           ((torch.ones(4), 2, "length_weighted"), "lengths"),
-                           ((-torch.ones(4), 2, "group_mean", "group_mean"), "at least 0")):
-            with self.assertRaisesRegex(ValueError, word):
-                group_advantages(*args)
-
-    def test_overlong(self):
-        turns = torch.tensor([1.0, 4, 5, 6, 7, 9])
-        self.assertEqual(grpo.overlong_penalty(turns, 6, 2).tolist(), [0, 0, -0.5, -1, -1, -1])
-        self.assertEqual(grpo.overlong_penalty(turns, 6, 0).tolist(), [0] * 6)
-        tokens = torch.tensor([50, 80, 81, 85, 90, 99, 100, 110, 120])    # max 100, buffer 20; TRL's values
-        expected = torch.tensor([0, 0, -0.05, -0.25, -0.5, -0.95, -1, -1, -1])
-        self.assertTrue(torch.allclose(grpo.overlong_penalty(tokens, 100, 20), expected))
-
+    def test_rewards_of_any_type_and_what_is_refused_by_name(self):
+        for rewards in ([1, 0, 0, 0], [True, False, False, False], *(torch.tensor([1, 0, 0, 0]).to(dtype)
+                        for dtype in (torch.int64, torch.uint8, torch.bool, torch.bfloat16, torch.float64))):
+            A = group_advantages(rewards, 4)
+            close(A, [1.5, -0.5, -0.5, -0.5], 1e-5)
+            close(group_advantages(rewards, 4, "length_weighted", "none", [1, 2, 3, 4]), [.9, -.1, -.1, -.1])
+            self.assertEqual(A.dtype.itemsize, 8 if "float64" in repr(rewards) else 4)
+        R, opo = torch.rand(4), ("length_weighted", "none")
+        for args, word in (*(((r, size), "group_size") for r, size in (
+                (R, 1), (R[:1], 1), (R, 3), (R, 0), (R[:, None], 2), (R[0], 2))),
+                *(((R, 2, *opo, *more), "lengths") for more in ((), (R[:, None],), (R[:1],))),
+                ((R, 2, "mean"), "baseline.*'mean'.*leave_one_out"),
+                ((R, 2, "group_mean", "std"), "scale.*'std'.*batch_std"),
+                ((-R, 2, "group_mean", "group_mean"), "group_mean.*at least 0")):
+            self.assertRaisesRegex(ValueError, word, group_advantages, *args)
 
 class TestKL(unittest.TestCase):
-    p, q = (torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64),
-            torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64))
+    p, q = (torch.tensor(x, dtype=torch.float64) for x in ([0.6, 0.3, 0.1], [0.2, 0.3, 0.5]))
+    kl, k2 = 0.6 * math.log(3) - 0.1 * math.log(5), 0.3 * math.log(3) ** 2 + 0.05 * math.log(5) ** 2
 
-    def test_expectations_by_enumeration(self):
-        kl = (self.p * (self.p / self.q).log()).sum()
-        for kind in ("k1", "k3"):
-            estimate = (self.p * kl_penalty(self.p.log(), self.q.log(), kind)).sum()
-            self.assertAlmostEqual(estimate.item(), kl.item(), places=12)
-        k2 = (self.p * kl_penalty(self.p.log(), self.q.log(), "k2")).sum()
-        self.assertAlmostEqual(k2.item(), (self.p * (self.p / self.q).log() ** 2).sum().item() / 2,
-                               places=12)
-        self.assertLess(kl_penalty(self.p.log(), self.q.log(), "k1").min(), 0)
-        for kind in ("k2", "k3"):
-            self.assertGreaterEqual(kl_penalty(self.p.log(), self.q.log(), kind).min(), 0)
+    def test_expected_values_and_gradients_by_enumeration(self):
+        # p samples, so it is a constant weight, and only the estimate has a gradient.
+        logits, logq = self.p.log(), self.q.log()
+        value, true = gradient(lambda z: (z.softmax(0) * (z.log_softmax(0) - logq)).sum(), logits)
+        close(value, self.kl, 1e-12)                        # KL(p || q) = 0.498
+        for kind, mean, slope in (("k1", self.kl, 0 * true), ("k2", self.k2, true),
+                                  ("k3", self.kl, self.p - self.q)):
+            got = gradient(lambda z: (self.p * kl_penalty(z.log_softmax(0), logq, kind)).sum(), logits)
+            close(got[0], mean, 1e-12, kind)
+            close(got[1], slope, 1e-12, kind)
+            self.assertEqual(bool((kl_penalty(logits, logq, kind) < 0).any()), kind == "k1")
 
-    def test_gradients_as_losses_by_enumeration(self):
-        logits = self.p.log().clone().requires_grad_()
-        logp = logits.log_softmax(-1)
-        true, = torch.autograd.grad((logp.exp() * (logp - self.q.log())).sum(), logits)
-        for kind, expected in (("k1", torch.zeros(3, dtype=torch.float64)), ("k2", true),
-                               ("k3", self.p - self.q)):
-            # tokens sampled by p: p is a constant weight, the loss is what varies
-            logp = logits.log_softmax(-1)
-            g, = torch.autograd.grad((self.p * kl_penalty(logp, self.q.log(), kind)).sum(), logits)
-            self.assertLess((g - expected).abs().max(), 1e-12, kind)
-
-    def test_far_apart_and_unknown(self):
+    def test_a_constant_reference_and_log_ratios_small_and_large(self):
+        logp, ref, _, _ = random_case()
         for kind in ("k1", "k2", "k3"):
-            far = kl_penalty(torch.tensor([-90.0, -0.1]), torch.tensor([-0.1, -90.0]), kind)
-            self.assertTrue(torch.isfinite(far).all())
-        with self.assertRaisesRegex(ValueError, "k1, k2, k3"):
-            kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
+            _, expected = gradient(lambda x: kl_penalty(x, ref, kind).sum(), logp)
+            close(gradient(lambda x: kl_penalty(x, x + (ref - logp), kind).sum(), logp)[1], expected, 1e-12)
+            far = gradient(lambda x: kl_penalty(x, x.flip(1), kind).sum(), torch.tensor([[-99.0, 0]]))
+            self.assertTrue(far[0].isfinite() and far[1].isfinite().all())
+        self.assertRaisesRegex(ValueError, "kl_kind.*'k4'.*k1, k2, k3", kl_penalty, logp, ref, "k4")
+        # In float32 the plain form e^l - 1 - l is wrong by up to 1e-7 here, and often negative.
+        l = torch.logspace(-7, -2, 2000).repeat(2) * torch.tensor([1.0, -1.0]).repeat_interleave(2000)
+        k3, exact = kl_penalty(torch.zeros(4000), l, "k3"), torch.expm1(l.double()) - l.double()
+        self.assertGreaterEqual(k3.min(), 0)
+        close((k3 - exact) / l.abs(), torch.zeros(4000), 2e-7)
 
-
-# --------------------------------------------------------------------------------------------------
-# grpo.py: update, sampling, loop
-# --------------------------------------------------------------------------------------------------
+class TestAggregation(unittest.TestCase):
+    def test_by_hand(self):
+        for mode, junk in itertools.product(MODES, (99.0, math.nan, math.inf, -math.inf)):
+            x = torch.tensor([[1.0, 2.0, 3.0], [4.0, junk, junk], [junk, junk, junk]])
+            mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
+            expected = dict(zip(MODES, (10 / 4, (2 + 4) / 2, (6 + 4) / 2, 10 / (3 * 5))))[mode]
+            for m in (mask, mask.bool(), mask.double()):
+                value, g = gradient(lambda z: aggregate_loss(z, m, mode, 5), x)
+                close(value, expected, 1e-6, mode)
+                self.assertTrue(g.isfinite().all() and (g[mask == 0] == 0).all())
+                close(aggregate_loss(x, m * 0, mode, 5), 0)             # and not 0 / 0
+            wide = [nn.functional.pad(tensor, (0, 4)) for tensor in (x, mask)]      # the width plays no part
+            close(aggregate_loss(*wide, mode, 5), expected)
+        for dtype in (torch.float16, torch.bfloat16):       # in float16 a sum of 320,000 would be infinite
+            ones = torch.ones(200, 1600, dtype=dtype)
+            close([aggregate_loss(ones, ones, mode, 100) for mode in MODES], [1, 1, 1600, 16], 1e-3)
+        for constant in (None, 0, 0.0, -1, math.nan):
+            self.assertRaisesRegex(ValueError, "agg_constant", aggregate_loss, x, mask, "constant", constant)
+        self.assertRaisesRegex(ValueError, "agg.*'mean'.*seq_mean_token_sum", aggregate_loss, x, mask, "mean")
 
 class TestUpdate(unittest.TestCase):
-    def test_one_minibatch_is_reinforce_with_the_group_advantage(self):
-        # exercise 1: gradient of GRPO at ratio one = gradient of -mean over tokens of A log pi
-        for agg in ("token_mean", "seq_mean_token_mean"):
-            model, cfg = rl_base(), RLConfig(minibatches=1, max_grad_norm=1e9, agg=agg)
-            episodes = some_episodes(4, 8)
-            adv = grpo.compute_advantages(episodes, RLConfig(group_size=8))
-            total, tokens, rows = 0.0, sum(sum(e["mask"]) for e in episodes), len(episodes)
-            for episode, a in zip(episodes, adv):
-                logps = token_logps(model, collate([episode]))
-                total = total - a * logps.sum() / (
-                    tokens if agg == "token_mean" else rows * sum(episode["mask"]))
-            expected = torch.autograd.grad(total, list(model.parameters()))
-            stats = grpo.rl_update(model, no_step, episodes, cfg, generator())
-            for p, g in zip(model.parameters(), expected):
-                self.assertLess((p.grad - g).abs().max(), 1e-6)
-            norm = math.sqrt(sum((g ** 2).sum().item() for g in expected))
-            self.assertAlmostEqual(stats["grad_norm"], norm, places=4)
-            self.assertEqual(stats["clip_frac"], 0)
-            self.assertEqual((stats["ratio_min"], stats["ratio_max"], stats["approx_kl"]), (1, 1, 0))
+    MIXED = [1, 0, 0, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 1, 0]        # every group of four has a signal
+    SILENT = [1, 0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0]       # the second and the fourth have none
 
-    def test_the_second_minibatch_can_be_clipped_and_only_where_A_pushed(self):
-        model, episodes = rl_base(), some_episodes(6, 8)
-        cfg = RLConfig(minibatches=1)
-        batch, adv = collate(episodes), grpo.compute_advantages(episodes, RLConfig(group_size=8))
-        with torch.no_grad():
-            old = token_logps(model, batch)
-        grpo.rl_update(model, adam_step(model, 5e-3), episodes, cfg, generator())
-        logp = token_logps(model, batch).detach()
-        _, g = gradient(lambda x: grpo.ppo_policy_loss(x, old, adv, batch["mask"])[0], logp)
-        r, A, mask = (logp - old).exp(), adv[:, None].expand_as(logp), batch["mask"]
-        silent = mask & (g == 0) & (A != 0)
-        self.assertGreater(silent.sum(), 0)
-        self.assertTrue(torch.equal(silent, mask & (((A > 0) & (r > 1.2)) | ((A < 0) & (r < 0.8)))))
-        still = rl_base()                       # weights that do not move: the second minibatch clips nothing
-        stats = grpo.rl_update(still, no_step, episodes, RLConfig(minibatches=2), generator())
-        self.assertEqual(stats["clip_frac"], 0)
-        for name in ("ratio_min", "ratio_max"):             # rounding: a row in other company
-            self.assertAlmostEqual(stats[name], 1, delta=1e-5)
+    def play(self, rewards, **fields):
+        """Groups of four on the first tasks, with these rewards in place of their own: (episodes, A)."""
+        tasks, cfg = TRAIN_TASKS[:len(rewards) // 4], RLConfig(**fields)
+        episodes = grpo.sample_groups(rl_base(), TOK, tasks, 4, cfg, generator())
+        for episode, reward in zip(episodes, rewards):
+            episode["reward"] = float(reward)
+        R = torch.tensor(rewards, dtype=torch.float64).view(-1, 4)
+        return episodes, ((R - R.mean(1, True)) / (R.std(1, keepdim=True) + 1e-6)).flatten().float()
 
-    def test_pi_old_is_the_policy_before_the_first_minibatch_for_all(self):
-        # the second minibatch's ratios: the weights in between over those at the start, worked out here
-        model, old, episodes = rl_base(), rl_base(), some_episodes(6, 8)
-        between, take = [], adam_step(model, 5e-3)
-        def step():
-            take()
-            between.append(copy.deepcopy(model))
-        cfg = RLConfig(minibatches=2)
-        stats = grpo.rl_update(model, step, episodes, cfg, generator(7))
-        second = torch.randperm(48, generator=generator(7)).chunk(2)[1].tolist()
-        batch = collate([episodes[i] for i in second])
-        with torch.no_grad():
-            log_r = (token_logps(between[0], batch) - token_logps(old, batch))[batch["mask"]]
-        self.assertLess(log_r.min(), -0.05)
-        self.assertAlmostEqual(stats["ratio_min"], log_r.min().exp().item(), places=4)
-        self.assertAlmostEqual(stats["ratio_max"], log_r.max().exp().item(), places=3)
-        k3 = (log_r.exp() - 1 - log_r).mean().item()            # KL(old || new), l = log(new / old)
-        self.assertAlmostEqual(stats["approx_kl"], k3 / 2, places=5)        # mean of 0 and this
+    def update(self, episodes, model=None, lr=0.0, ref_model=None, optimizer=None, **fields):
+        """rl_update by plain gradient descent: its statistics, and the last gradient as one vector."""
+        model = model or rl_base()
+        cfg = RLConfig(**{"group_size": 4, "minibatches": 1, "max_grad_norm": math.inf, **fields})
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr)
+        stats = grpo.rl_update(model, optimizer, episodes, cfg, generator(), ref_model)
+        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        return stats, torch.cat(grads) if grads else None
 
-    def test_episodes_without_advantage_cost_no_gradient_and_are_counted(self):
-        # rows with A = 0 are run without a gradient: loss, gradient and statistics are those of all rows
-        episodes = some_episodes(6, 8)
-        for i, episode in enumerate(episodes):
-            episode["reward"] = float(i % 3 == 0 and i < 24)    # the last three groups agree
-        for level in ("token", "gmpo", "none"):
-            cfg = RLConfig(minibatches=1, max_grad_norm=1e9, ratio_level=level)
-            model, reference = rl_base(), rl_base()
-            backward = []
-            with mock.patch.object(grpo, "token_logps", side_effect=lambda *a, **k: (
-                    backward.append((len(a[1]["ids"]), torch.is_grad_enabled())), token_logps(*a, **k))[1]):
-                stats = grpo.rl_update(model, no_step, episodes, cfg, generator())
-            self.assertEqual(sorted(backward), [(24, False), (24, True)])
-            batch, adv = collate(episodes), grpo.compute_advantages(episodes, cfg)
-            logp, entropy = token_logps(reference, batch, with_entropy=True)
-            grpo.policy_loss(logp, logp.detach(), adv, batch["mask"], cfg)[0].backward()
-            for p, q in zip(model.parameters(), reference.parameters()):
-                self.assertLess((p.grad - q.grad).abs().max(), 1e-6)
-            self.assertAlmostEqual(stats["entropy"], entropy[batch["mask"]].mean().item(), places=5)
-        with_kl = []
-        with mock.patch.object(grpo, "token_logps", side_effect=lambda *a, **k: (
-                with_kl.append((len(a[1]["ids"]), torch.is_grad_enabled())), token_logps(*a, **k))[1]):
-            grpo.rl_update(rl_base(), no_step, episodes, RLConfig(minibatches=1, kl_coef=0.1), generator(),
-                           rl_base())
-        self.assertEqual(sorted(with_kl), [(48, False), (48, True)])        # the KL term is everybody's
+    def gradient(self, model, loss):
+        grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        return torch.cat([grad.flatten() for grad in grads])
 
-    def unchanged_by(self, episodes, cfg, ref_model=None):
+    def logps(self, model, episode, temperature=1.0):
+        """Log-probabilities of an episode's sampled tokens, from one row and without token_logps."""
+        logp = torch.log_softmax(model(torch.tensor([episode["ids"]]))[0] / temperature, dim=-1)
+        return torch.stack([logp[t - 1, episode["ids"][t]] for t, on in enumerate(episode["mask"]) if on])
+
+    def recorder(self, calls):
+        """token_logps that also notes the rows' ids, whether gradients are on, and the model as it is."""
+        def record(model, batch, *rest, **more):
+            calls.append((batch["ids"].tolist(), torch.is_grad_enabled(), copy.deepcopy(model)))
+            return token_logps(model, batch, *rest, **more)
+        return mock.patch.object(grpo, "token_logps", record)
+
+    def test_one_minibatch_is_reinforce_with_group_advantages(self):
         model = rl_base()
-        before = copy.deepcopy(model.state_dict())
-        step = adam_step(model, 1.0)
-        # has momentum now
-        grpo.rl_update(model, step, some_episodes(4, 8, seed=9), RLConfig(lr=1.0), generator())
-        model.load_state_dict(before)
-        stats = grpo.rl_update(model, step, episodes, cfg, generator(), ref_model)
-        for name, tensor in model.state_dict().items():
-            self.assertTrue(torch.equal(tensor, before[name]), name)
-        return stats
+        for t in (1.0, 0.6):                                    # the temperature, in sampling and in training
+            episodes, A = self.play(self.MIXED, temperature=t)
+            losses = [-a * self.logps(model, e, t) for a, e in zip(A, episodes)]
+            for agg, loss in (("token_mean", torch.cat(losses).mean()),
+                              ("seq_mean_token_mean", sum(x.mean() for x in losses) / 16)):
+                stats, grad = self.update(episodes, agg=agg, temperature=t)
+                close(grad, self.gradient(model, loss))
+                for name, x in dict(grad_norm=grad.norm().item(), clip_frac=0, approx_kl=0, ratio_min=1,
+                                    ratio_max=1, logratio_pos=0, logp_gap=0).items():
+                    self.assertAlmostEqual(stats[name], x, delta=1e-4)
+            for limit in (0.01, 1e3):                           # the norm is logged as it was before clipping
+                clipped, short = self.update(episodes, agg=agg, temperature=t, max_grad_norm=limit)
+                self.assertEqual(clipped["grad_norm"], stats["grad_norm"])
+                close(short, grad * min(1, limit / grad.norm().item()))
+        self.assertGreater(self.update(episodes)[0]["logp_gap"], 0.1)           # a trainer at temperature 1
+        logp = torch.cat([torch.log_softmax(model(torch.tensor([e["ids"]]))[0, :-1] / t, dim=-1)[
+            torch.tensor(e["mask"][1:]) > 0] for e in episodes])
+        stats, _ = self.update(episodes, lr=1.0, epochs=3, temperature=t)       # of the policy that sampled:
+        self.assertAlmostEqual(stats["entropy"], -(logp.exp() * logp).sum(dim=-1).mean().item(), places=4)
+        episodes[3]["logps"][episodes[3]["mask"].index(1)] -= 0.25
+        episodes[5]["logps"][0] = 7.0                           # off the mask, so nobody looks at it
+        self.assertAlmostEqual(self.update(episodes, temperature=t)[0]["logp_gap"], 0.25, places=3)
 
-    def test_nothing_to_learn_takes_no_step(self):
-        episodes = some_episodes(2, 4)
-        for episode in episodes:
-            episode["reward"] = 0.1
-        stats = self.unchanged_by(episodes, RLConfig(group_size=4))                 # all rewards equal
-        self.assertEqual(stats["grad_norm"], 0)
+    def test_pi_old_the_clip_and_statistics_of_unequal_minibatches(self):
+        # Six minibatches of 7, 7 and 6 episodes, whose every number is worked out from single rows.
+        (episodes, A), start, calls = self.play(self.MIXED + self.MIXED[:4]), rl_base(), []
+        with self.recorder(calls):
+            stats, grad = self.update(episodes, lr=1.2, minibatches=3, epochs=2)
+        self.assertEqual([len(ids) for ids, *_ in calls], [20, 7, 7, 6, 7, 7, 6])
+        width, sums, order, ratios = max(len(e["ids"]) for e in episodes), [], [], []
+        padded = [e["ids"] + [0] * (width - len(e["ids"])) for e in episodes]
+        for ids, _, policy in calls[1:]:
+            rows = [padded.index(row) for row in ids]
+            log_r = [self.logps(policy, episodes[i]) - self.logps(start, episodes[i]).detach() for i in rows]
+            a, log_r = torch.cat([A[i].expand(len(x)) for x, i in zip(log_r, rows)]), torch.cat(log_r)
+            r, up = log_r.exp(), a > 0
+            cut = torch.where(up, r > 1.2, r < 0.8)
+            expected, log_r, r = self.gradient(policy, -(r * a * ~cut).mean()), log_r.detach(), r.detach()
+            sums.append([float(x) for x in (len(r), cut.sum(), (r - 1 - log_r).sum(), up.sum(),
+                                            log_r[up].sum(), log_r[~up].sum(), expected.norm() * len(r))])
+            order, ratios = order + rows, ratios + r.tolist()
+        close(grad, expected, 1e-4)
+        self.assertEqual([sorted(order[:20]), sorted(order[20:])], [list(range(20))] * 2)
+        self.assertNotEqual(order[:20], order[20:])
+        self.assertEqual((sums[0][1], min(part[1] for part in sums[3:]) > 0), (0, True))
+        n, clips, k3, n_up, pos, neg, norms = (sum(column) for column in zip(*sums))
+        for name, x in dict(clip_frac=clips / n, approx_kl=k3 / n, grad_norm=norms / n, ratio_min=min(ratios),
+                            ratio_max=max(ratios), logratio_pos=pos / n_up,
+                            logratio_neg=neg / (n - n_up)).items():
+            self.assertAlmostEqual(stats[name] / x, 1, delta=1e-3, msg=name)
+
+    def test_episodes_without_advantage_are_not_run_but_count(self):
+        # The second epoch is compared with a loss over all rows, with the weights after the first.
+        episodes, A = self.play(self.SILENT)
+        batch, A = collate(episodes), A * (torch.arange(16) % 8 < 4)
+        old = token_logps(rl_base(), batch).detach()
+        for level, agg, eps in (("token", "token_mean", .05), ("sequence", "seq_mean_token_sum", .01),
+                                ("gmpo", "seq_mean_token_mean", .05), ("cispo", "constant", .05)):
+            fields = dict(ratio_level=level, agg=agg, agg_constant=24.0, eps_low=eps, eps_high=eps)
+            model, calls = rl_base(), []
+            self.update(episodes, model, lr=0.5, **fields)                      # the first step
+            logp, cfg = token_logps(model, batch), RLConfig(**fields)
+            loss, full = grpo.policy_loss(logp, old, A, batch["mask"], cfg)
+            with self.recorder(calls):
+                stats, grad = self.update(episodes, lr=0.5, epochs=2, **fields)
+            close(grad, self.gradient(model, loss), 1e-5)
+            self.assertEqual([(len(ids), on) for ids, on, _ in calls], [(16, False), (8, True), (8, True)])
+            self.assertGreater(stats["clip_frac"], 0)
+            self.assertAlmostEqual(stats["clip_frac"], full["clip_frac"].item() / 2, places=6)
+        calls = []
+        with self.recorder(calls):                                              # the KL term needs all rows
+            self.update(episodes, ref_model=fresh_policy(), kl_coef=0.1, minibatches=2)
+        self.assertEqual([len(ids) for ids, *_ in calls], [16, 16, 8, 8])
+
+    def test_kl_term_is_a_token_mean_whatever_agg_is(self):
+        (episodes, _), model, ref = self.play([1, 0, 0, 0] * 2), rl_base(), fresh_policy()
+        l = torch.cat([self.logps(ref, e).detach() - self.logps(model, e) for e in episodes])
+        values = {"k1": -l, "k2": l ** 2 / 2, "k3": l.exp() - 1 - l}
+        for kind, agg in itertools.product(values, grpo.CHOICES["agg"]):
+            fields = dict(ref_model=ref, kl_kind=kind, agg=agg, agg_constant=24.0)
+            (stats, both), (free, alone) = (self.update(episodes, kl_coef=c, **fields) for c in (0.5, 0.0))
+            close(both - alone, self.gradient(model, 0.5 * values[kind].mean()), 1e-5)
+            for x in (stats["kl_ref"], free["kl_ref"]):
+                self.assertAlmostEqual(x / values[kind].mean().item(), 1, delta=1e-4)
+        close(alone, self.update(episodes, agg="constant", agg_constant=24.0)[1])
+        self.assertRaisesRegex(ValueError, "ref_model", self.update, episodes, model, ref_model=model)
+
+    def test_masked_truncated_episodes(self):
+        # They count in their group's baseline, but in no denominator of the loss.
+        (episodes, A), model = self.play([0, 1, 0, 3, 1, 0, 0, 2]), rl_base()
         for i, episode in enumerate(episodes):
-            episode["reward"] = float(i)
+            episode["env"].truncated = i % 4 == 3
+        kept = [a * self.logps(model, e) for a, e in zip(A, episodes) if not e["env"].truncated]
+        for agg, loss in (("token_mean", -torch.cat(kept).mean()),
+                          ("seq_mean_token_mean", -sum(x.mean() for x in kept) / 6)):
+            _, grad = self.update(episodes, agg=agg, mask_truncated=True)
+            close(grad, self.gradient(model, loss))
+        self.assertGreater((self.update(episodes)[1] - grad).abs().max(), 1e-3)
+
+    def test_no_step_where_nothing_is_learned_or_a_number_is_not_finite(self):
+        # The optimizer has momentum, so any step would change the weights.
+        learn, equal, cut = (self.play(x)[0] for x in (self.MIXED, [0.1] * 8, self.MIXED[:8]))
+        model, taken = rl_base(), []
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        optimizer.register_step_post_hook(lambda *_: taken.append(1))
+        for rewards, parts, steps in ((self.MIXED, 7, 7), (self.MIXED[:4], 7, 4), (self.SILENT, 16, 8)):
+            taken.clear()                       # a part that is empty or has no signal takes no step
+            stats, _ = self.update(self.play(rewards)[0], model, optimizer=optimizer, minibatches=parts)
+            self.assertEqual(len(taken), steps)
+            self.assertEqual([name for name, x in stats.items() if math.isnan(x)], ["kl_ref"])
+        for episode in cut:
             episode["env"].truncated = True
-        # all truncated and masked: 0 / 0
-        self.unchanged_by(episodes, RLConfig(group_size=4, mask_truncated=True))
-        self.unchanged_by([], RLConfig())
+        before = copy.deepcopy(model)
+        for episodes in (equal, cut, []):
+            stats, _ = self.update(episodes, model, optimizer=optimizer, mask_truncated=True, minibatches=3)
+            self.assertEqual(stats["grad_norm"] == 0, episodes is equal)
+        too_large = self.play([1e39] + [0] * 7)[0]                                  # finite in float64 only
+        for episodes, extra, slope, words in (  # of the loss and its gradient, only the one named is bad
+                (too_large, 0, 1, "gradient norm"), (learn, 0, math.inf, "gradient norm"),
+                (learn, math.nan, 1, "loss nan")):
+            hook = model.norm.bias.register_hook(lambda grad: grad * slope)
+            with mock.patch.object(grpo, "aggregate_loss", lambda *args: aggregate_loss(*args) + extra):
+                with self.assertRaisesRegex(FloatingPointError, words):
+                    self.update(episodes, model, optimizer=optimizer, scale="none")
+            hook.remove()
+        self.assertTrue(all(map(torch.equal, model.parameters(), before.parameters())))
 
-    def test_masked_truncated_episodes_have_no_part_in_the_gradient(self):
-        episodes = some_episodes(2, 4)
-        for i, episode in enumerate(episodes):
-            episode["reward"], episode["env"].truncated = float(i % 4), i % 4 == 3
-        def grads(cfg):
-            model = rl_base()
-            grpo.rl_update(model, no_step, episodes, cfg, generator())
-            return torch.cat([p.grad.flatten() for p in model.parameters()])
-        model = rl_base()
-        adv = grpo.compute_advantages(episodes, RLConfig(group_size=4))
-        kept = [i for i in range(8) if i % 4 != 3]
-        logps = token_logps(model, collate([episodes[i] for i in kept]))
-        loss = -(adv[kept][:, None] * logps).sum() / sum(sum(episodes[i]["mask"]) for i in kept)
-        expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
-        cfg = dict(group_size=4, minibatches=1, max_grad_norm=1e9)
-        self.assertLess((grads(RLConfig(**cfg, mask_truncated=True)) - expected).abs().max(), 1e-5)
-        self.assertGreater((grads(RLConfig(**cfg)) - expected).abs().max(), 1e-4)
+class TestGym(unittest.TestCase):
+    def test_each_op_repairs_its_own_family_and_blind_play_reaches_60_percent(self):
+        weak = 0
+        for task in TASKS:
+            source, right = task["source"], FIX_OP[task["name"]]
+            passing = [op for op in OPS if env.run_tests(apply_op(source, op), task["hidden"])]
+            self.assertEqual(passing, [right])
+            self.assertTrue(env.run_tests(apply_op(source, right), task["visible"]))
+            weak += env.run_tests(source, task["visible"])
+        self.assertEqual((len(set(env.FUNCTION_NAMES)), weak), (30, 8))
+        self.assertEqual([FIX_OP[task["name"]] for task in HELDOUT_TASKS], [op for op in OPS for _ in "12"])
+        for n, ceiling in enumerate((6, 12, 18, 18, 18), 1):
+            rates = [env.blind_pass_rate(ops, TASKS) for ops in itertools.product(OPS, repeat=n)]
+            self.assertEqual([max(rates), env.best_blind(n, TASKS)[0]], [ceiling / 30] * 2)
 
-    def test_rows_that_are_masked_and_idle_in_every_mixture(self):
-        # with and without advantage, with and without a token: finite always, and a step only where it counts
-        episodes = some_episodes(2, 4)
-        for pattern in itertools.product((0, 1), repeat=4):
-            for i, episode in enumerate(episodes):          # group 0: rewards differ; group 1: they agree
-                episode["reward"] = float(i < 4 and i % 2)
-                episode["env"].truncated = bool(pattern[i // 4 * 2 + i % 2])
-            steps = []
-            stats = grpo.rl_update(rl_base(), lambda: steps.append(1), episodes,
-                                   RLConfig(group_size=4, minibatches=1, mask_truncated=True), generator())
-            self.assertEqual(math.isnan(stats["entropy"]), pattern == (1, 1, 1, 1))
-            self.assertEqual(stats["grad_norm"] > 0, 0 in pattern[:2], pattern)
-            self.assertEqual(len(steps), 0 in pattern[:2], pattern)
+    def test_renaming_and_running_a_source(self):
+        for task in TASKS:
+            renamed = [env.randomize_names(task, random.Random(seed)) for seed in range(200)]
+            for new in renamed:
+                source = task["source"].replace(f"def {task['name']}(", f"def {new['issue'][2]}(")
+                self.assertEqual(new, {**task, "issue": new["issue"], "source": source})
+            self.assertEqual({new["issue"][2] for new in renamed},
+                             set(env.FUNCTION_NAMES) - set(env.source_words(task["source"])))
+        tests = [(([1],), [1, 2])]
+        for name in ("grow", "f"):                      # running the tests does not change them
+            self.assertTrue(env.run_tests(f"def {name}(xs):\n xs += [2]\n return xs", tests))
+            self.assertEqual(tests, [(([1],), [1, 2])])
+        self.assertRaisesRegex(ValueError, "'foo'.*or_to_and.*widen", apply_op, "def f(): return 1", "foo")
+        for body in ("open('x')", "__import__('os')", "1 // 0", "f()", "xs", "("):
+            self.assertFalse(env.run_tests(f"def f(): return {body}", [((), 1)]), body)
 
-    def test_kl_term(self):
-        # added to the loss with its weight, a mean over policy tokens, against the reference given
-        episodes, model, ref = some_episodes(2, 4), rl_base(), fresh_policy()
-        for episode in episodes:
-            episode["reward"] = 0.0
-        for kind in ("k1", "k2", "k3"):
-            cfg = RLConfig(group_size=4, minibatches=1, kl_coef=0.5, kl_kind=kind, max_grad_norm=1e9)
-            batch = collate(episodes)
-            logp = token_logps(model, batch)
+    def test_episodes(self):
+        source = " ".join(env.source_words(TASKS[1]["source"]))
+        for e, calls, answers, *state in (              # the state is passed, truncated, turns, edits
+                (BugFixEnv(TASKS[1]), "read,test,edit or_to_and,test,submit",
+                 [source, "fail", "ok", "pass", "pass"], True, False, 5, ["or_to_and"]),
+                (BugFixEnv(TASKS[1]), ",edit,edit foo,read read,test,edit or_to_and",       # never submitted
+                 [*["malformed"] * 4, "fail", "ok truncated"], False, True, 6, ["or_to_and"]),
+                (EditBudgetEnv(TASKS[0], 0, 3), "edit or_to_and,test,submit",       # graded by hidden tests
+                 ["refused", "pass", "fail"], False, False, 3, [])):
+            for _ in range(2):
+                self.assertEqual(e.reset(), ["issue", ":", e.task["name"], "is", "wrong"])
+                got = [e.step(call.split()) for call in calls.split(",")]
+                self.assertEqual([(" ".join(said), done) for said, done in got],
+                                 [*zip(answers[:-1], itertools.repeat(False)), (answers[-1], True)])
+                self.assertEqual([e.passed, e.truncated, e.turns, e.edits], state)
+                self.assertRaisesRegex(RuntimeError, rf"'{e.task['name']}'.*reset", e.step, ["read"])
+
+class TestPolicy(unittest.TestCase):
+    def test_the_forward_pass_in_chunks_is_that_of_the_whole_row(self):
+        model, rng, rows = fresh_policy().double(), random.Random(0), [[] for _ in range(5)]
+        cache = model.new_cache(5)
+        for _ in range(14):                             # the cache's room, 64 at first, has to grow twice
+            chunks = [[rng.randrange(len(TOK)) for _ in range(rng.choice((1, 1, 2, 20)))] for _ in rows]
             with torch.no_grad():
-                l = token_logps(ref, batch) - logp
-            l = token_logps(ref, batch).detach() - logp
-            value = {"k1": -l, "k2": l ** 2 / 2, "k3": l.exp() - 1 - l}[kind]
-            expected = torch.autograd.grad(0.5 * (value * batch["mask"]).sum() / batch["mask"].sum(),
-                                           list(model.parameters()))
-            stats = grpo.rl_update(model, no_step, episodes, cfg, generator(), ref)
-            for p, g in zip(model.parameters(), expected):
-                self.assertLess((p.grad - g).abs().max(), 1e-4 * max(1, g.abs().max()))
-            self.assertAlmostEqual(stats["kl_ref"],
-                                   ((value * batch["mask"]).sum() / batch["mask"].sum()).item(), places=3)
+                logits = agent.read(model, chunks, cache)
+            for row, chunk, got in zip(rows, chunks, logits):
+                row += chunk
+                close(got, model(torch.tensor([row]))[0, -1], 1e-9)
+        self.assertEqual(cache["lengths"].tolist(), [len(row) for row in rows])
+        self.assertGreater(cache["lengths"].max(), 128)
 
-    def test_temperature_is_the_trainers_too(self):
-        cfg = RLConfig(temperature=0.6, minibatches=1, max_grad_norm=1e9)
-        model, episodes = rl_base(), some_episodes(3, 8, cfg=RLConfig(temperature=0.6))
-        batch, adv = collate(episodes), grpo.compute_advantages(episodes, RLConfig())
-        expected = torch.autograd.grad(
-            -(adv[:, None] * token_logps(model, batch, 0.6)).sum() / batch["mask"].sum(),
-            list(model.parameters()))
-        grpo.rl_update(model, no_step, episodes, cfg, generator())
-        for p, g in zip(model.parameters(), expected):
-            self.assertLess((p.grad - g).abs().max(), 1e-5)
+    def test_sampler_and_trainer_agree_whatever_the_company(self):
+        model, ends = rl_base(), [1 + i % 6 for i in range(30)]         # episodes leave at different turns
+        for temperature in (1.0, 0.6):
+            envs = [EditBudgetEnv(task, 1, end) for task, end in zip(TASKS, ends)]
+            episodes = rollout_batch(model, TOK, envs, generator(1), temperature)
+            batch = collate(episodes)
+            logps = token_logps(model, batch, temperature)
+            close(logps, batch["logps"], 1e-4)
+            for row, e in enumerate(episodes):
+                self.assertIs(e["env"], envs[row])
+                close(token_logps(model, collate([e]), temperature)[0], logps[row, :len(e["ids"])], 1e-5)
 
-    def test_a_loss_that_is_not_finite_stops_before_the_step(self):
-        model, before = rl_base(), rl_base().state_dict()
-        episodes = some_episodes(2, 4)
-        for i, episode in enumerate(episodes):
-            episode["reward"] = float(i % 2)
-        episodes[0]["reward"] = 1e38 * 10
-        with self.assertRaisesRegex(FloatingPointError, "gradient norm"):
-            grpo.rl_update(model, adam_step(model, 1e-3), episodes, RLConfig(group_size=4, minibatches=1),
-                           generator())
-        for name, tensor in model.state_dict().items():
-            self.assertTrue(torch.equal(tensor, before[name]))
+    def test_log_probabilities_and_entropies_of_a_readers_own_model(self):
+        torch.manual_seed(0)
+        embed, gru, head = nn.Embedding(9, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 9)
+        for B, T in ((1, 2), (2, 9), (3, 9), (5, 9), (11, 30)):
+            ids, mask = torch.randint(9, (B, T)), torch.rand(B, T) < 0.3
+            mask[:, 0], mask[0] = False, False          # one row has no token
+            got = token_logps(lambda x: head(gru(embed(x))[0]), {"ids": ids, "mask": mask.long()}, 0.5, True)
+            logp = (head(gru(embed(ids))[0]) / 0.5).log_softmax(-1)[:, :-1]
+            expected = logp.gather(2, ids[:, 1:, None])[..., 0], -(logp.exp() * logp).sum(-1)
+            for a, b in zip(got, expected):
+                close(a, nn.functional.pad(b, (1, 0)) * mask, 1e-5, (B, T))
+            self.assertTrue(got[0].requires_grad and not got[1].requires_grad)
 
+    def test_masks_cover_the_policys_tokens_and_nothing_else(self):
+        class Babbler(Policy):                          # its calls begin or end well, both, or neither
+            def forward(self, ids, cache=None):
+                said = torch.tensor(encode(TOK, ["<call>", "read", "edit", "widen", "<end>"]))
+                return torch.full((*ids.shape, len(TOK)), -1e9).index_fill(2, said, 0.0)
+        babbler, envs = Babbler(len(TOK), width=8, heads=1), [EditBudgetEnv(task, 1) for task in TASKS * 2]
+        babble = rollout_batch(babbler, TOK, copy.deepcopy(envs), generator(2))
+        for episode in babble + rollout_batch(rl_base(), TOK, envs, generator()):
+            e, words, mask = copy.deepcopy(episode["env"]), [], []
+            heard = e.reset()
+            for call in episode["calls"]:               # a whole call is reported without <call> and <end>
+                whole = len(call) < 4 and call[-1:] != ["<end>"]
+                said = ["<call>", *call, "<end>"] if whole else call
+                self.assertTrue(whole or said[0] != "<call>" or said[-1] != "<end>")
+                words, mask = words + heard + said, mask + [0] * len(heard) + [1] * len(said)
+                heard, done = e.step(call)
+            self.assertEqual((decode(TOK, episode["ids"]), episode["mask"], done), (words, mask, True))
+
+    def test_trouble_in_a_readers_environment_is_named(self):
+        model, e = fresh_policy(), BugFixEnv(TASKS[0])
+        self.assertRaisesRegex(ValueError, "same BugFixEnv", rollout_batch, model, TOK, [e, e], generator())
+        for answer, issue, words in (
+                (17, ["ok"], r"Odd\.step\("), (0, [], r"Odd\.reset.*at least one"), (0, 17, r"Odd\.reset\("),
+                ((["no"], 0), ["ok"], r"Odd\.step\(.*'no'"), ((["ok"] * 40, 0), ["ok"], "Odd.*done")):
+            e = type("Odd", (), {"reset": lambda self: issue, "step": lambda self, words: answer})()
+            self.assertRaisesRegex(RuntimeError, words, rollout_batch, model, TOK, [e], generator())
+
+    def test_behavior_by_hand(self):
+        def episode(calls, reward, mask, **attributes):
+            calls = [call.split() for call in calls.split(",")]
+            return {"env": SimpleNamespace(**attributes), "calls": calls, "mask": mask, "reward": reward}
+        leap = {"task": {"name": "leap"}, "edits": ["or_to_and"], "passed": True, "truncated": False}
+        expected = {"pass_rate": 1 / 4, "reward": 2 / 4, "reads": 4 / 4, "tests": 1 / 4, "edits": 2 / 2,
+                    "read_first": 1 / 4, "first_edit_right": 1 / 2, "read_then_right": 1 / 1, "turns": 9 / 4,
+                    "policy_tokens": 6 / 4, "truncated": 1 / 4}     # the last two environments have no edits
+        for edits in (3, None, "text", ({},)):
+            stats = agent.behavior_stats([
+                episode("read,edit or_to_and,test,submit", 1.0, [0, 1, 1], **leap),
+                episode("edit widen,read", 0.0, [1], task={"name": "mean"}, edits=["widen"], truncated=True),
+                episode("submit", 0.5, [1, 1]), episode("read,read", 0.5, [1, 0], edits=edits, task="leap")])
+            self.assertEqual(set(stats), set(expected))
+            close([stats[name] for name in expected], [*expected.values()])
+            own = agent.behavior_stats([episode("read", 0.0, [1], edits=[edits])])
+            self.assertTrue(own["edits"] == 1 and math.isnan(own["first_edit_right"]))
+        self.assertRaisesRegex(ValueError, "episodes", agent.behavior_stats, [])
+
+    def test_files(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path, model = os.path.join(folder, "policy"), fresh_policy(width=24, layers=1, heads=3)
+            agent.save_policy(model, TOK, {"lr": 1}, path)
+            loaded, ids, saved = agent.load_policy(TOK, path), torch.arange(20)[None], torch.load(path)
+            self.assertTrue(torch.equal(loaded(ids), model(ids)) and os.listdir(folder) == ["policy"])
+            self.assertRaisesRegex(ValueError, "words", agent.load_policy, {**TOK, "more": len(TOK)}, path)
+            for file in ({**saved, "shape": {**saved["shape"], "width": 48}}, {**saved, "weights": {}}, "x"):
+                torch.save(file, path)
+                self.assertRaisesRegex(ValueError, "no policy", agent.load_policy, TOK, path)
+
+    def test_base_agents(self):
+        make, before = agent.make_base_agent, (torch.get_rng_state().tolist(), random.getstate())
+        a, b = (make(TOK, 5, ("oracle",), batches=1) for _ in range(2))
+        self.assertEqual((torch.get_rng_state().tolist(), random.getstate()), before)
+        self.assertTrue(all(map(torch.equal, a.parameters(), b.parameters())))
+        for kinds in (("nosuch",), ()):
+            self.assertRaisesRegex(ValueError, "kinds.*random, blind, oracle", make, TOK, 0, kinds)
 
 class TestSampling(unittest.TestCase):
-    def test_groups_are_consecutive(self):
-        episodes = some_episodes(3, 4)
-        self.assertEqual([e["env"].task["name"] for e in episodes],
-                         [t["name"] for t in TRAIN_TASKS[:3] for _ in range(4)])
-        self.assertGreater(len({e["env"].task["issue"][2] for e in episodes}), 6)       # renamed one by one
-        plain = some_episodes(3, 4, cfg=RLConfig(rename=False, max_edits=None))
-        self.assertEqual({type(e["env"]) for e in plain}, {BugFixEnv})
-        self.assertEqual({e["env"].task["issue"][2] for e in plain}, {t["name"] for t in TRAIN_TASKS[:3]})
+    def test_groups_are_consecutive_and_renamed_before_a_readers_factory(self):
+        given, tasks = [TASKS[1], TASKS[9], {"name": "own", "id": 7}, "text"], []
+        def factory(task, cfg, rng):
+            tasks.append(task)
+            return grpo.make_env(task if "source" in task else TASKS[0], cfg, rng)
+        for cfg, kind in ((RLConfig(max_turns=2), EditBudgetEnv),
+                          (RLConfig(max_turns=2, rename=False, max_edits=None), BugFixEnv)):
+            tasks.clear()
+            episodes = grpo.sample_groups(fresh_policy(), TOK, given, 8, cfg, generator(), factory)
+            self.assertEqual([task["name"] for task in tasks[:16]], ["leap"] * 8 + ["ratio"] * 8)
+            self.assertEqual(tasks[16:], given[2:3] * 8 + given[3:] * 8)
+            self.assertTrue(all(e["env"].task is task for e, task in zip(episodes[:16], tasks)))
+            self.assertEqual({(type(e["env"]), e["env"].max_turns) for e in episodes}, {(kind, 2)})
+            self.assertEqual(len({task["issue"][2] for task in tasks[:8]}) > 3, cfg.rename)
 
     def step(self, rewards, **fields):
-        """sample_step with a reward given by the task: kept and sampled."""
+        """sample_step with rewards that depend on the task's name: (kept, sampled) as lists of names."""
         cfg = RLConfig(prompts_per_step=4, group_size=4, max_turns=1,
                        reward=lambda env: rewards(env.task["name"]), **fields)
-        return grpo.sample_step(fresh_policy(), TOK, cfg, TRAIN_TASKS, generator())
+        both = grpo.sample_step(fresh_policy(), TOK, cfg, TRAIN_TASKS, generator())
+        return [[episode["env"].task["name"] for episode in episodes] for episodes in both]
 
-    def test_dynamic_sampling(self):
-        dice = random.Random(0)
-        kept, sampled = self.step(lambda name: dice.random(), dynamic_sampling=True)
-        self.assertEqual((len(kept), len(sampled)), (16, 16))
-        kept, sampled = self.step(lambda name: 1.0, dynamic_sampling=True, max_sample_rounds=3)
-        self.assertEqual((len(kept), len(sampled)), (0, 48))                     # stops at its cap
-        good = {t["name"] for t in TRAIN_TASKS[:9]}
-        kept, sampled = self.step(lambda name: dice.random() if name in good else 1.0,
-                                  dynamic_sampling=True, max_sample_rounds=5)
-        self.assertEqual(len(kept), 16)
-        self.assertEqual({e["env"].task["name"] for e in kept} - good, set())
-        for i in range(0, 16, 4):
-            self.assertEqual(len({e["env"].task["name"] for e in kept[i:i + 4]}), 1)
-        kept, sampled = self.step(lambda name: dice.random() if name in good else 1.0, filter_zero_adv=True)
-        self.assertEqual(len(sampled), 16)
-        self.assertEqual(len(kept), sum(e["env"].task["name"] in good for e in sampled))
-        kept, sampled = self.step(lambda name: 1.0)
-        self.assertEqual((len(kept), len(sampled)), (16, 16))
-        everything = RLConfig(prompts_per_step=20, group_size=2, max_turns=1)     # distinct tasks: all twenty
-        _, sampled = grpo.sample_step(fresh_policy(), TOK, everything, TRAIN_TASKS, generator())
-        self.assertEqual(len({e["env"].task["name"] for e in sampled}), 20)
+    def test_dynamic_sampling_and_filtering(self):
+        dice, good = random.Random(0), {task["name"] for task in TRAIN_TASKS[:9]}
+        def some(name):
+            return dice.random() if name in good else 1.0
+        for rewards, fields, expected in (
+                (lambda name: dice.random(), dict(dynamic_sampling=True), [16, 16]), (some, {}, [16, 16]),
+                (lambda name: 1.0, dict(dynamic_sampling=True), [0, 48]),       # three rounds are the cap
+                (lambda name: 1.0, dict(filter_zero_adv=True), [0, 16])):
+            self.assertEqual([len(x) for x in self.step(rewards, **fields)], expected)
+        kept, sampled = self.step(some, dynamic_sampling=True, max_sample_rounds=5)
+        self.assertEqual(kept, [name for name in sampled if name in good][:16])
+        kept, sampled = self.step(some, filter_zero_adv=True)
+        self.assertEqual((kept, len(sampled)), ([name for name in sampled if name in good], 16))
+        for value in (math.nan, math.inf):
+            self.assertRaisesRegex(ValueError, f"^reward: .*{value}", self.step, lambda name: value)
+        _, sampled = self.step(lambda name: 1.0, dynamic_sampling=True, max_sample_rounds=6)
+        self.assertEqual((len(sampled), len(set(sampled[:80]))), (96, 20))      # all before a second time
 
-    def test_nothing_kept_is_a_step_without_an_update(self):
-        cfg = RLConfig(steps=2, prompts_per_step=2, group_size=2, dynamic_sampling=True,
-                       max_sample_rounds=2, max_turns=1, reward=lambda env: 1.0)
-        model, before = fresh_policy(), fresh_policy().state_dict()
-        history = train_rl(model, TOK, cfg, TRAIN_TASKS)
-        self.assertEqual([row["episodes"] for row in history], [8, 8])
-        self.assertEqual(history[0]["zero_adv_frac"], 1)
-        self.assertTrue(math.isnan(history[0]["clip_frac"]))
-        for name, tensor in model.state_dict().items():
-            self.assertTrue(torch.equal(tensor, before[name]))
-
-    def test_behavior_stats_by_hand(self):
-        def episode(calls, edits, task="leap", passed=False, truncated=False):
-            e = BugFixEnv(dict(TASKS[FUNCTION_NAMES.index(task)]))
-            e.edits, e.passed, e.truncated, e.turns = edits, passed, truncated, len(calls)
-            return {"calls": [c.split() for c in calls], "mask": [1] * (3 * len(calls)), "env": e,
-                    "reward": float(passed)}
-        stats = grpo.behavior_stats([
-            episode(["read", "edit or_to_and", "test", "submit"], ["or_to_and"], passed=True),
-            episode(["edit widen", "read", "submit"], ["widen"]),
-            episode(["read", "read", "edit widen", "edit or_to_and"], ["widen"], truncated=True),
-            episode(["submit"], [])])
-        expected = dict(
-            pass_rate=.25, reward=.25, reads=1, tests=.25, edits=.75, turns=3, policy_tokens=9,
-            truncated=.25, first_edit_right=1 / 3, read_first=.5, read_then_right=.5, turns_pass=4,
-            turns_fail=8 / 3, reads_pass=1, reads_fail=1, policy_tokens_pass=12, policy_tokens_fail=8)
-        self.assertEqual(set(stats), set(expected))
-        for name, value in expected.items():
-            self.assertAlmostEqual(stats[name], value, msg=name)
-
-    def test_a_readers_reward_and_environment(self):
-        def nan(env):
-            return math.nan
-        def broken(env):
-            return env.nosuch
-        for reward, words in ((nan, "function nan returned nan"), (broken, "function broken failed")):
-            with self.assertRaisesRegex(RuntimeError, words):
-                some_episodes(1, 2, model=fresh_policy(), cfg=RLConfig(reward=reward))
-
+    def test_runs_that_consume_different_randomness_draw_the_same_tasks(self):
+        drawn = set()
+        def note(row, episodes):
+            drawn.add((row["step"], *dict.fromkeys(e["env"].task["name"] for e in episodes)))
+        for fields in ({}, dict(max_turns=2), dict(group_size=2), dict(epochs=3), dict(temperature=2.0)):
+            TestLoop.train(self, steps=3, on_step=note, **fields)
+        self.assertEqual(len(drawn), 3)
 
 class TestLoop(unittest.TestCase):
-    HISTORY = ("pass_rate reward reads tests edits first_edit_right turns policy_tokens truncated episodes "
-               "zero_adv_frac clip_frac approx_kl ratio_min ratio_max entropy grad_norm kl_ref "
-               "eval_pass_rate sec_sample sec_update").split()
+    def train(self, model=None, eval_tasks=None, ref_model=None, env_factory=None, on_step=None, **fields):
+        """train_rl, small. By default rewards are random, so that there is always something to learn."""
+        dice, model = random.Random(0), model or rl_base()
+        streams = torch.get_rng_state().tolist(), random.getstate()
+        cfg = RLConfig(**{"steps": 1, "prompts_per_step": 2, "group_size": 4, "max_turns": 3,
+                          "reward": lambda env: dice.random(), **fields})
+        history = train_rl(model, TOK, cfg, TRAIN_TASKS, eval_tasks, ref_model, env_factory, on_step)
+        self.assertEqual((torch.get_rng_state().tolist(), random.getstate()), streams)
+        return history
+
+    def numbers(self, **fields):
+        """The history as a text, without its seconds."""
+        return without_seconds(self.train(**fields))
 
     def test_it_learns_to_read(self):
-        model, cfg = rl_base(), RLConfig(steps=36, eval_every=0)
-        before = grpo.evaluate(model, TOK, TRAIN_TASKS, 8, cfg)
+        model, cfg = rl_base(), RLConfig(steps=30)
+        before = grpo.evaluate(model, TOK, HELDOUT_TASKS, 4, cfg)
         history = train_rl(model, TOK, cfg, TRAIN_TASKS)
-        after = grpo.evaluate(model, TOK, TRAIN_TASKS, 8, cfg)
-        held_out = grpo.evaluate(model, TOK, HELDOUT_TASKS, 8, cfg)
-        self.assertLess(before["read_first"], 0.3)
-        self.assertGreater(after["read_first"], 0.85)
-        self.assertGreater(after["pass_rate"], 0.6)
-        self.assertGreater(held_out["pass_rate"], 0.4)            # twice the blind ceiling of 0.20
-        self.assertLess(history[-1]["entropy"], history[0]["entropy"])
-        self.assertGreater(sum(row["zero_adv_frac"] for row in history[-10:]),
-                           sum(row["zero_adv_frac"] for row in history[:10]))
+        after = grpo.evaluate(model, TOK, HELDOUT_TASKS, 4, cfg)
+        self.assertTrue(before["read_first"] < 0.4 and after["read_first"] > 0.7, (before, after))
+        self.assertGreater(after["pass_rate"], 0.35)                # a player who never looks has 0.20
+        self.assertLess(max(row["logp_gap"] for row in history), 1e-4)
 
-    def test_history_columns(self):
-        cfg = RLConfig(steps=3, prompts_per_step=2, group_size=2, kl_coef=0.1, eval_every=2, eval_samples=1)
-        rows = []
-        model = rl_base()
-        history = train_rl(model, TOK, cfg, TRAIN_TASKS, HELDOUT_TASKS[:2], on_step=rows.append)
-        self.assertEqual(history, rows)
-        self.assertEqual(set(self.HISTORY) - set(history[0]), set())
-        self.assertEqual([math.isnan(row["eval_pass_rate"]) for row in history], [False, True, False])
-        self.assertAlmostEqual(history[0]["kl_ref"], 0, delta=1e-3)    # the reference is the starting model
-        given = train_rl(rl_base(), TOK, cfg, TRAIN_TASKS, ref_model=rl_base())  # kept as it was
-        self.assertEqual([row["kl_ref"] for row in given], [row["kl_ref"] for row in history])
-        self.assertTrue(all(p.requires_grad for p in model.parameters()))
-        self.assertEqual(
-            len(train_rl(rl_base(), TOK, cfg, TRAIN_TASKS, on_step=lambda row: row["step"] == 0)), 1)
-        self.assertTrue(math.isnan(train_rl(rl_base(), TOK, RLConfig(steps=1), TRAIN_TASKS)[0]["kl_ref"]))
-        self.assertEqual(train_rl(rl_base(), TOK, RLConfig(steps=0), TRAIN_TASKS), [])
+    def test_columns_on_step_and_what_is_reported(self):
+        class Rigged(BugFixEnv):
+            def step(self, words):
+                self.done, self.passed = True, bool(next(outcomes))
+                return ["pass"], True
+        for outcomes, fields, expected in (
+                ([1] * 4 + [0] * 8 + [0, 1, 0, 1], dict(filter_zero_adv=True), [16, .75, .25, .5, 4]),
+                ([1] * 4 + [0, 1] * 6, dict(reward=lambda env: 2.0), [16, 1, .25, 0, 16]),
+                ([0] * 32 + [1, 0] * 8, dict(dynamic_sampling=True), [48, 2 / 3, 0, 2 / 3, 16])):
+            share, outcomes, seen = sum(outcomes) / len(outcomes), iter(outcomes), []
+            row, = self.train(prompts_per_step=4, env_factory=lambda task, *_: Rigged(task), **{
+                "reward": None, **fields}, on_step=lambda *both: seen.extend(both))
+            self.assertIs(row, seen[0])
+            self.assertEqual([row[name] for name in ("episodes", "zero_adv_frac", "all_passed", "all_failed")]
+                             + [len(seen[1])], expected)
+            self.assertAlmostEqual(row["pass_rate"], share)
+        history = self.train(steps=3, on_step=lambda row, episodes: True)       # what it returns is ignored
+        self.assertEqual([row["step"] for row in history], [0, 1, 2])
+        self.assertEqual(self.train(steps=0), [])
 
-    def test_same_seed_same_bits_in_two_processes(self):
-        program = ("import torch; torch.set_num_threads(1)\nfrom grpo import *\ntok = build_tokenizer()\n"
-                   "model = make_base_agent(tok, 3, batches=5)\n"
-                   "history = train_rl(model, tok, RLConfig(steps=3, seed=%d), TRAIN_TASKS)\n"
-                   "print([{k: v for k, v in row.items() if not k.startswith('sec')} for row in history])\n"
-                   "print(float(sum(p.double().sum() for p in model.parameters())))")
-        runs = [subprocess.Popen([sys.executable, "-c", program % seed], stdout=subprocess.PIPE, text=True,
-                                 cwd=HERE) for seed in (1, 1, 2)]
-        outputs = [run.communicate()[0] for run in runs]
-        self.assertTrue(outputs[0].strip())
-        self.assertEqual(outputs[0], outputs[1])
-        self.assertNotEqual(outputs[0], outputs[2])
+    def test_warmup_counts_steps_with_an_update(self):
+        rates, dice, now, adam_step = [], random.Random(0), [0], torch.optim.Adam.step
+        def step(self, *args, **kwargs):
+            rates.append((round(self.param_groups[0]["lr"], 9), self.param_groups[0]["betas"]))
+            return adam_step(self, *args, **kwargs)
+        with mock.patch.object(torch.optim.Adam, "step", step):
+            self.train(steps=7, lr=0.003, warmup_steps=3, minibatches=1, on_step=lambda *_: now.append(0),
+                       reward=lambda env: 0.0 if len(now) in (2, 4) else dice.random())
+        self.assertEqual(rates, [(rate, (0.9, 0.95)) for rate in (.001, .002, .003, .003, .003)])
 
-    def test_the_callers_random_streams_are_left_alone(self):
-        state, python = torch.get_rng_state(), random.getstate()
-        train_rl(rl_base(), TOK, RLConfig(steps=1, prompts_per_step=2, group_size=2), TRAIN_TASKS)
-        self.assertTrue(torch.equal(state, torch.get_rng_state()))
-        self.assertEqual(python, random.getstate())
+    def test_evaluation(self):
+        for steps, every, wanted in ((5, 2, "10101"), (4, 3, "1001"), (3, 0, "000"), (3, 9, "101")):
+            made = []
+            history = self.train(steps=steps, eval_every=every, eval_samples=3, eval_tasks=HELDOUT_TASKS[:2],
+                                 env_factory=lambda task, *_: made.append(task) or BugFixEnv(task, 2))
+            self.assertEqual("".join("01"[row["eval_pass_rate"] >= 0] for row in history), wanted)
+            self.assertEqual(len(made), steps * 8 + wanted.count("1") * 6)
+        self.assertRaisesRegex(ValueError, "none", grpo.evaluate, rl_base(), TOK, [], 4, RLConfig())
+        self.assertRaisesRegex(ValueError, "at most 0", train_rl, rl_base(), TOK, RLConfig(), [])
 
-    def test_every_loss_and_advantage_trains_a_step(self):
-        for fields in itertools.chain(
-                ({"ratio_level": level, "agg": agg, "agg_constant": 20.0}
-                 for level in grpo.CHOICES["ratio_level"] for agg in grpo.CHOICES["agg"]),
-                ({"baseline": b, "scale": s}
-                 for b in grpo.CHOICES["baseline"] for s in grpo.CHOICES["scale"])):
-            cfg = RLConfig(steps=1, prompts_per_step=3, group_size=4, **fields)
-            row = train_rl(rl_base(), TOK, cfg, TRAIN_TASKS)[0]
-            self.assertGreater(row["grad_norm"], 0, fields)
+    def test_the_reference_is_a_frozen_copy(self):
+        fields, model, given = dict(steps=3, kl_coef=0.1, lr=0.01), rl_base(), rl_base()
+        self.assertEqual(self.numbers(ref_model=given, **fields), self.numbers(**fields))
+        self.assertTrue(all(map(torch.equal, given.parameters(), rl_base().parameters())))
+        self.assertLess(*(self.train(**fields)[i]["kl_ref"] for i in (0, 2)))
+        self.assertRaisesRegex(ValueError, "ref_model", self.train, model, ref_model=model, kl_coef=0.1)
 
-    def test_configs_that_make_no_sense_are_refused_by_name(self):
-        bad = dict(steps=-1, prompts_per_step=21, group_size=1, minibatches=0, epochs=0, lr=0.0,
-                   max_grad_norm=-1.0, temperature=0.0, baseline="mean", scale="std", ratio_level="ppo",
-                   eps_low=-0.1, eps_high=math.nan, agg="mean", kl_coef=-1.0, kl_kind="k4",
+    def test_settings_that_make_no_sense_are_refused_by_name(self):
+        bad = dict(steps=-1, prompts_per_step=21, group_size=1, minibatches=0, epochs=0, lr=0.0, scale="std",
+                   warmup_steps=-1, max_grad_norm=-1.0, temperature=0.0, baseline="mean", ratio_level="ppo",
+                   eps_low=-0.1, eps_high=math.nan, agg="mean", agg_constant=0.0, kl_coef=-1.0, kl_kind="k4",
                    dynamic_sampling="yes", max_sample_rounds=0, filter_zero_adv=1, overlong_buffer=7,
                    mask_truncated=None, rename="no", max_edits=-1, max_turns=0, reward=3, eval_every=-1,
-                   eval_samples=0, seed=-1, agg_constant=0.0)
-        fields = {field.name for field in grpo.fields(RLConfig)}
-        self.assertEqual(set(bad), fields)
-        for name, value in bad.items():
-            with self.assertRaisesRegex(ValueError, f"^{name}: ", msg=name):
-                train_rl(fresh_policy(), TOK, RLConfig(**{name: value}), TRAIN_TASKS)
-        for fields, name in ((dict(agg="constant"), "agg_constant"),
-                             (dict(scale="group_mean", overlong_buffer=2), "overlong"),
-                             (dict(dynamic_sampling=True, filter_zero_adv=True), "filter_zero_adv"),
-                             (dict(eps_low=1.5), "eps_low"), (dict(steps=2.5), "steps"),
-                             (dict(group_size=True), "group_size"), (dict(minibatches=65), "minibatches")):
-            with self.assertRaisesRegex(ValueError, f"^{name}"):
-                grpo.check_config(RLConfig(**fields), 20)
-        for name in variants.VARIANTS:
-            grpo.check_config(RLConfig(**variants.VARIANTS[name]), 20)
+                   eval_samples=0, seed=-1)
+        self.assertEqual(set(bad), {field.name for field in grpo.fields(RLConfig)})
+        more = [("steps", 2.5), ("steps", None), ("steps", True), ("minibatches", 65), ("lr", math.inf),
+                ("lr", "fast"), ("seed", 2 ** 32), ("seed", 10 ** 400), ("eps_low", 1.5),
+                ("agg_constant", None), ("overlong_buffer", 2), ("filter_zero_adv", True)]
+        beside = {"agg_constant": {"agg": "constant"}, "overlong_buffer": {"scale": "group_mean"},
+                  "filter_zero_adv": {"dynamic_sampling": True}}
+        for name, value in [*bad.items(), *more]:
+            fields = {**beside.get(name, {}), name: value}
+            with self.assertRaisesRegex(ValueError, "^" + re.escape(f"{name}: {value!r} must be ") + "."):
+                train_rl(nn.Linear(1, 1), TOK, RLConfig(**fields), TRAIN_TASKS)
+            if name != "reward":
+                flags = [word for key, x in fields.items() for word in (f"--{key}", str(x).lower())]
+                status, out, err = run_main(grpo, *flags)
+                self.assertEqual((status, out, err.count("\n")), (2, "", 2), (flags, err))
+                self.assertRegex(err, rf"(?i)grpo.py: error: argument --{name}: .*{re.escape(flags[-1][:9])}")
 
+    def test_numpy_numbers(self):
+        def numpy(x, kind=None):
+            return torch.tensor(x, dtype=kind).numpy()[()] if isinstance(x, (bool, int, float)) else x
+        fields = {field.name: field.default for field in grpo.fields(RLConfig) if field.name != "reward"}
+        fields.update(steps=2, prompts_per_step=2, group_size=4, max_turns=3, minibatches=3, kl_coef=0.1,
+                      agg="constant", agg_constant=24.0, overlong_buffer=1, max_grad_norm=math.inf, seed=7)
+        exact = {name: float(numpy(x)) if type(x) is float else x for name, x in fields.items()}
+        theirs = {**{name: numpy(x) for name, x in fields.items()}, "seed": numpy(7, torch.uint8)}
+        self.assertEqual(self.numbers(**theirs), self.numbers(**exact))
+        self.assertNotEqual(self.numbers(**theirs), self.numbers(**{**exact, "seed": 8}))
 
-# --------------------------------------------------------------------------------------------------
-# The scripts
-# --------------------------------------------------------------------------------------------------
+def pasted(function):
+    """The function's own source, executed alone where nothing but torch is imported."""
+    scope = {"torch": torch}
+    exec(inspect.getsource(function), scope)
+    return scope[function.__name__]
 
-SMALL = ["--steps", "2", "--prompts_per_step", "2", "--group_size", "2", "--eval_every", "0"]
+class TestCopying(unittest.TestCase):
+    def test_each_alone_in_any_float_type_and_on_another_device(self):
+        (*case, mask), (aggregate, advantages, kl, penalty) = random_case(4, 6, seed=11), map(pasted, (
+            aggregate_loss, group_advantages, kl_penalty, grpo.overlong_penalty))
+        kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        for original, kind in itertools.product(LOSSES.values(), kinds):
+            loss, (x, o, A) = pasted(original), (tensor.to(kind) for tensor in case)
+            got, g = gradient(lambda z: aggregate(loss(z, o, A, mask)[0], mask, "token_mean"), x)
+            exact = aggregate_loss(original(*case, mask)[0], mask, "token_mean")
+            close(got, exact, 0.1 if kind.itemsize == 2 else 1e-5, (original.__name__, kind))
+            self.assertTrue(g.isfinite().all() and g.dtype == loss(x, o, A, mask)[0].dtype == kind)
+            close(kl(x, o, "k3"), kl_penalty(x.double(), o.double(), "k3"), 0.05)
+            close(advantages((A > 0).to(A), 2), group_advantages((case[2] > 0).double(), 2), 1e-5)
+            x = torch.ones(4, 6, device="meta")         # without data, but devices can't be mixed by mistake
+            self.assertEqual(aggregate(loss(x, x, x[:, 0], x)[0], x, "token_mean").device.type, "meta")
+        A = advantages(x[:, 0], 2, "length_weighted", "batch_std", x[:, 1])
+        self.assertEqual((A[:, None] * kl(x, x, "k3") + penalty(x, 6, 2)).device.type, "meta")
 
+MEAN, SEQ_MEAN, SEQ_SUM, _ = MODES
+PRESETS = dict(     # name -> arXiv number, and the difference from DeepSeekMath's GRPO without a KL term
+    dr_grpo=("2503.20783", dict(scale="none", agg="constant", agg_constant=24.0)),
+    dapo=("2503.14476", dict(eps_high=0.28, agg=MEAN, dynamic_sampling=True, overlong_buffer=2)),
+    rloo=("2402.14740", dict(baseline="leave_one_out", scale="none", minibatches=1, agg=SEQ_SUM)),
+    gspo=("2507.18071", dict(ratio_level="sequence", eps_low=3e-4, eps_high=4e-4)),
+    cispo=("2506.13585", dict(ratio_level="cispo", eps_low=1.0, agg=MEAN)),
+    gmpo=("2507.20673", dict(ratio_level="gmpo", eps_low=0.4, eps_high=0.4)),
+    sapo=("2511.20347", dict(ratio_level="sapo")),
+    luspo=("2602.05261", dict(ratio_level="sequence", eps_low=2e-3, eps_high=2.5e-3, agg=SEQ_SUM)),
+    lite_ppo=("2508.08221", dict(scale="batch_std", agg=MEAN)),
+    gpg=("2504.02546", dict(ratio_level="none", scale="none", minibatches=1, filter_zero_adv=True, agg=MEAN)),
+    opo=("2505.23585", dict(baseline="length_weighted", scale="none", ratio_level="none", minibatches=1,
+                            agg=SEQ_SUM)),
+    maxrl=("2602.02710", dict(scale="group_mean", ratio_level="none", minibatches=1, agg=MEAN)),
+    dppo=("2602.04879", dict(ratio_level="dppo", eps_low=0.15, eps_high=0.15, agg=MEAN)))
 
-class TestCommandLine(unittest.TestCase):
+class TestVariants(unittest.TestCase):
+    def test_presets_and_their_printed_table(self):
+        paper = dict(agg=SEQ_MEAN, kl_coef=0.04, kl_kind="k3")
+        expected = {"default": RLConfig(), "grpo": RLConfig(**paper), **{
+            name: RLConfig(**{**paper, "kl_coef": 0.0, **fields}) for name, (_, fields) in PRESETS.items()}}
+        self.assertEqual({name: RLConfig(**fields) for name, fields in variants.VARIANTS.items()}, expected)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            variants.print_presets()
+        for name, (number, _) in PRESETS.items():                   # a number begins with year and month
+            self.assertRegex(out.getvalue(), rf"\n{name} .*, arXiv {number}, {number[2:4]}/{number[:2]}\n")
+
+    def test_every_preset_trains_and_one_update_a_batch_never_clips(self):
+        for name, fields in variants.VARIANTS.items():
+            history = TestLoop.train(self, steps=2, warmup_steps=0, **{"lr": 1e-3, **fields})
+            self.assertGreater(min(row["grad_norm"] for row in history), 0, name)
+            clipped = max(row["clip_frac"] for row in history)
+            reused = fields.get("minibatches") != 1
+            self.assertTrue(clipped > 0.02 if name == "gspo" else clipped == 0 or reused, (name, clipped))
+
+    def test_imports_and_line_budgets(self):
+        for module, lines, allowed in (
+                (env, 380, ""), (agent, 420, "env torch"), (grpo, 640, "env agent variants torch"),
+                (variants, 350, "torch"), (ablate, 700, "env agent grpo variants torch numpy matplotlib"),
+                (sys.modules[__name__], 1395, "env agent grpo variants ablate torch")):
+            text = inspect.getsource(module)
+            self.assertTrue(text.count("\n") <= lines and max(map(len, text.splitlines())) <= 110, module)
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, (ast.Import, ast.ImportFrom)):
+                    name = (getattr(node, "module", None) or node.names[0].name).split(".")[0]
+                    self.assertIn(name, [*sys.stdlib_module_names, *allowed.split()])
+
+class TestTranslate(unittest.TestCase):
+    def both(self, fields):
+        """TRL's text and settings, verl's text and settings (as text, without actor_rollout_ref)."""
+        python, bash = (variants.translate(RLConfig(**fields), trainer) for trainer in ("trl", "verl"))
+        calls = [node.value for node in ast.parse(python).body if isinstance(node, ast.Assign)]
+        trl = {word.arg: ast.literal_eval(word.value) for call in calls for word in call.keywords}
+        array = bash.partition("OVERRIDES=(\n")[2].partition("\n)\n")[0]
+        verl = re.findall(r"^    (?:actor_rollout_ref\.)?([\w.]+)=(\S+)(?:  # .+)?$", array, re.M)
+        self.assertEqual(len(verl), len(array.splitlines()))
+        return python, trl, bash, dict(verl)
+
+    def check(self, fields):
+        """Sizes and steps are those of the configuration. Returns the two verdicts."""
+        cfg, (python, trl, bash, verl) = RLConfig(**fields), self.both(fields)
+        updates, G = cfg.minibatches * cfg.epochs, cfg.group_size
+        if trl:
+            names = "max_steps num_generations num_iterations learning_rate warmup_steps adam_beta2 bf16"
+            self.assertEqual([trl[name] for name in names.split()], [
+                cfg.steps * updates, G, cfg.epochs, cfg.lr, cfg.warmup_steps * updates, 0.95, False])
+            self.assertEqual(trl["per_device_train_batch_size"] * cfg.minibatches, cfg.prompts_per_step * G)
+        if verl:
+            names = "trainer.total_training_steps rollout.n actor.ppo_epochs actor.optim.lr"
+            self.assertEqual([float(verl[x]) for x in names.split()], [cfg.steps, G, cfg.epochs, cfg.lr])
+            self.assertEqual(int(verl["actor.ppo_mini_batch_size"]) * cfg.minibatches, cfg.prompts_per_step)
+        verdicts = [re.match(r"# (exact|with a caveat|cannot)(\n|: )", text)[1] for text in (python, bash)]
+        self.assertEqual([bool(trl), bool(verl)], [verdict != "cannot" for verdict in verdicts])
+        return verdicts
+
+    def test_presets_have_the_verdicts_that_were_measured_and_no_old_mistake(self):
+        caveats = ("grpo dapo cispo gpg opo maxrl".split(), "grpo dapo gmpo lite_ppo gpg maxrl".split())
+        found = {name: self.both(fields) for name, fields in variants.VARIANTS.items()}
+        for name, fields in variants.VARIANTS.items():
+            wanted = ["with a caveat" if name in names else "exact" for names in caveats]
+            self.assertEqual(self.check(fields), ["cannot", "exact"] if name == "dppo" else wanted, name)
+            subprocess.run(["bash", "-n"], input=found[name][2], text=True, check=True)
+            flags = "--variant", name, "--translate", "verl"
+            self.assertEqual(run_main(grpo, *flags), (0, found[name][2], ""))
+        trl, verl = ({name: found[name][i] for name in found} for i in (1, 3))
+        self.assertEqual((trl["opo"]["steps_per_generation"], trl["cispo"]["epsilon_high"],
+                          trl["rloo"]["reward_weights"]), (1, 1.2, [8 / 7]))
+        self.assertEqual(trl["dr_grpo"]["reward_weights"], [trl["dr_grpo"]["max_completion_length"] / 24])
+        self.assertEqual((verl["dapo"]["algorithm.filter_groups.metric"], verl["dppo"]["actor.clip_ratio_c"],
+                          verl["grpo"]["actor.shuffle"]), ("acc", "20.0", "True"))
+
+    def test_any_valid_configuration_is_translated(self):
+        rng = random.Random(0)
+        choices = dict(
+            steps=[0, 7], prompts_per_step=[4, 6, 9], group_size=[2, 5, 8], minibatches=[1, 2], epochs=[1, 2],
+            max_grad_norm=[0.5, math.inf], agg_constant=[7], kl_coef=[0.0, 0.1], kl_kind=["k2", "k3"],
+            baseline=BASELINES, scale=SCALES, agg=MODES, ratio_level=[*LOSSES], eps_low=[0.0, 1.0],
+            overlong_buffer=[0, 2], filter_zero_adv=[False, True], dynamic_sampling=[False, True])
+        for _ in range(300):
+            fields = {name: rng.choice(values) for name, values in choices.items()}
+            fields["filter_zero_adv"] &= not fields["dynamic_sampling"]     # check_config does not allow both
+            fields["overlong_buffer"] *= fields["scale"] != "group_mean"
+            grpo.check_config(RLConfig(**fields))
+            self.check(fields)
+
+class TestAblate(InFolder):
     @classmethod
     def setUpClass(cls):
-        cls.dir = tempfile.mkdtemp()
+        """Few tasks and attempts. cls.real: measure -> the result of one real run with it."""
+        super().setUpClass()
+        evaluate, grad = grpo.evaluate, torch.autograd.grad
+        weights = {name: tensor.numpy() for name, tensor in rl_base().state_dict().items()}
+        cfg = RLConfig(steps=2, prompts_per_step=4, warmup_steps=0)
+        cls.real, cls.gradients = {}, []
+        patch = mock.patch.multiple(
+            ablate, ProcessPoolExecutor=lambda jobs, **options: ThreadPoolExecutor(1),     # of this process
+            base_weights=lambda seed, base: weights,
+            TRAIN_TASKS=TRAIN_TASKS[:16], HELDOUT_TASKS=HELDOUT_TASKS[:2],
+            evaluate=lambda *args: evaluate(*args[:3], args[3] // 8, *args[4:]))
+        patch.start()
+        cls.addClassCleanup(patch.stop)
+        def recorded(*args, **options):
+            found = grad(*args, **options)
+            cls.gradients.append(torch.cat([g.flatten() for g in found]).double())
+            return found
+        with mock.patch.object(torch.autograd, "grad", recorded):
+            for measure, options in dict(
+                    train_and_evaluate={}, gradient_noise={"batches": 6}, sequence_ratios={},
+                    pass_at_k={"n": 64}, informative_groups={"draws": 4}).items():
+                cls.real[measure] = getattr(ablate, measure)(rl_base(), TOK, cfg, {"names": "all"}, **options)
+
+    def small(self, *flags, **replaced):
+        with mock.patch.multiple(ablate, key_of=ablate.key_of, **replaced):
+            return run_main(ablate, *"--steps 2 --prompts_per_step 2".split(), *flags)
+
+    def fake(self, job, weights=None):
+        """A result like the real one of its measure with other numbers, as extreme as they may be."""
+        large = dict(ratio_max=4e8, logratio_pos=-20, logratio_neg=-20, snr=-0.1, episodes=192)
+        rng = random.Random(str((job["arm"], job["seed"])))
+        def other(x, name=""):
+            if isinstance(x, dict):
+                return {key: other(value, key) for key, value in x.items()}
+            if isinstance(x, list):
+                return [other(row) for row in x[:max(job["config"]["steps"], 1)]]
+            return large.get(name, 1) * rng.random()
+        return other(self.real[job["measure"]])
+
+    def table(self, out, columns):
+        """{arm: [(mean, range), ...]} of a printed table. No line is too long, and no columns touch."""
+        lines, found = out[out.index("\nmean; range"):].splitlines(), {}
+        self.assertEqual([line for line in lines if len(line) > 100], [])
+        for above, line in zip(lines, lines[1:]):
+            if match := re.match(r"  \d+ seeds( .*)", line):
+                words, ranges = above.split(), match[1].replace(" of ", "/").split()
+                cells = zip(words[-len(ranges):], ranges)
+                found.setdefault(" ".join(words[:-len(ranges)]), []).extend(cells)
+        self.assertEqual({len(cells) for cells in found.values()}, {len(columns)}, out)
+        return found
+
+    def test_table_and_resuming(self):
+        path, versions, run_one = self.file("runs"), ablate.versions(), mock.Mock(side_effect=ablate.run_one)
+        columns = ablate.GRIDS["arms"]["columns"].split(",")
+        def again(**replaced):
+            run_one.reset_mock()
+            status, out, _ = self.small("--arms", "default,scale none", "--out", path,
+                                        **{"run_one": run_one, **replaced})
+            return status, run_one.call_count, out[out.find("\nmean; range"):]
+        status, n, table = again()
+        lines, runs = [json.dumps(row) + "\n" for row in self.rows("runs")], [
+            row["result"] for row in self.rows("runs")[:3]]
+        cells = self.table(table, columns)["default"]
+        for heading, x in (("held-out", [run["heldout"]["pass_rate"] for run in runs]), (
+                "late reward", [sum(row["reward"] for row in run["history"]) / 2 for run in runs])):
+            expected = f"{sum(x) / 3:.2f}", f"{min(x):.2f}..{max(x):.2f}"
+            self.assertEqual(cells[columns.index(heading)], expected)
+        self.assertEqual((status, n, cells[-1]), (0, 6, ("-", "0/3")))
+        self.file("runs", "".join(lines[:4]) + lines[4][:500])      # as a kill leaves it, with a torn line
+        self.assertEqual((again(), again()), ((0, 2, table), (0, 0, table)))
+        with mock.patch("builtins.open", mock.mock_open(read_data="")):
+            self.assertNotEqual(ablate.versions.__wrapped__()["code"], versions["code"])
+        for other in dict(code="other"), dict(torch="2.0"), dict(numpy="2.0"):      # so nothing is reused
+            self.assertEqual(again(versions=lambda: {**versions, **other}, run_one=lambda *_: 1 / 0)[0], 1)
+        for text in ("text\n", '{"step": 1}\n', "no end of line", lines[0] + "[1]"):
+            self.refused(ablate, ["--out", self.file("foreign", text)], self.file("foreign") + " has no")
+
+    def test_pairing_and_runs_that_raise(self):
+        arms = dict(default={}, twin={}, dynamic=dict(dynamic_sampling=True))
+        runs, real = {}, ablate.run_one
+        def kept(job, weights):
+            run = runs[job["arm"], job["seed"]] = real(job, weights)
+            return run if (job["arm"], job["seed"]) != ("dynamic", 1) else 1 / 0
+        with mock.patch.dict(ablate.GRIDS["arms"], arms=arms):
+            status, out, err = self.small("--out", self.file("pairs"), run_one=kept)
+        self.assertEqual((status, len(self.rows("pairs"))), (1, 8))
+        self.assertIn("\nfailed: arm dynamic, seed 1: ZeroDivisionError('division by zero')\n", err)
+        self.assertRegex(out, r"\ndynamic +\d.*\n  2 seeds(.*\n)*minus default((?!\ntwin )(.|\n))*$")
+        pure = {key: without_seconds(run) for key, run in runs.items()}
+        self.assertTrue(all(pure["default", seed] == pure["twin", seed] for seed in range(3)))
+        self.assertEqual(len(set(pure.values())), 6)
+
+    def test_intervals_and_differences(self):
+        close(ablate.t_interval([1.0, 2.0, 3.0, 4.0]), [2.5, 3.182 * math.sqrt(5 / 3) / 2])
+        for df, t in ((1, 12.706), (2, 4.303), (9, 2.262), (30, 2.042), (40, 2.021), (100, 1.984)):
+            half = ablate.t_interval([1.0, -1.0] + [0.0] * (df - 1))[1]
+            close(half * math.sqrt(df + 1) / math.sqrt(2 / df), t, 2e-3)
+        run = {"history": [{"reward": r, "episodes": 10} for r in (0, 0, 1, 1, 1, 0.9, 0.8)]}
+        self.assertEqual([ablate.until(what)(run) for what in ("steps", "episodes")], [7, 70])
+        done = {(arm, seed): {"history": [], "heldout": dict(pass_rate=p, reads=r, tests=t, edits=1)}
+                for arm, rows in (("a", [(0.5, 1, 1), (0.4, 1, 1), (0.6, 1, 1)]),
+                                  ("b", [(0.61, 0, 2), (0.5, 0, 1), (0.72, 0.1, 0)]))
+                for seed, (p, r, t) in enumerate(rows)}
+        for seeds, show_all, shown in ((2, True, 0), (3, False, 2), (3, True, 3)):
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                ablate.print_differences(
+                    done, "ab", range(seeds), "held-out reads tests edits".split(), show_all)
+            rows = [" ".join(line.split()) for line in out.getvalue().splitlines()[2:]]
+            self.assertEqual(rows[:-1], [
+                "b held-out +0.110 +0.085 to +0.135 higher", "b reads -0.967 -1.110 to -0.823 lower",
+                "b tests +0.000 -2.484 to +2.484 within seed noise"][:shown])
+            self.assertEqual("1 of 3 differences are within seed noise" in str(rows), seeds == 3)
+
+    def test_every_grid_its_table_and_its_figures(self):
+        figures, plot = {}, ["--plot", self.dir] if MATPLOTLIB else []
+        for (name, grid), steps in itertools.product(ablate.GRIDS.items(), ("1", "2")):
+            real = self.real[grid.get("measure", "train_and_evaluate")]
+            columns = grid["columns"].split(",")
+            for run, heading in itertools.product(real.get("rows", {"": real}).values(), columns):
+                self.assertIsInstance(ablate.column(heading)[0](run), (int, float))
+            _, out, err = self.small(name, *plot, "--steps", steps, run_one=self.fake,
+                                     save_figures=lambda _, made: figures.update(made))
+            arms = [f"{arm}: {row}" for arm in grid["arms"] for row in real.get("rows", ())]
+            self.assertEqual(list(self.table(out, columns)), arms or list(grid["arms"]), err)
+            self.assertEqual("\nminus " in out, grid.get("compare", True))
+        self.assertEqual(set(figures), {*ablate.GRIDS, "sampling"} if MATPLOTLIB else set())
+        with contextlib.redirect_stdout(io.StringIO()):
+            ablate.save_figures(self.dir, figures)
+
+    def test_measures_by_hand(self):
+        passes = [0, 1, 9, 65, *[66] * 12, 3, 60]                   # of 66 attempts at each task
+        def attempts(model, tok, tasks, n, cfg, generator):
+            c = passes[(ablate.TRAIN_TASKS + ablate.HELDOUT_TASKS).index(tasks[0])]
+            return [{"env": SimpleNamespace(passed=i < c)} for i in range(n)]
+        with mock.patch.object(ablate, "sample_groups", attempts):
+            found = ablate.pass_at_k(fresh_policy(), TOK, RLConfig(steps=0), None, n=66)
+        for k in (1, 2, 64):                        # by enumeration of the draws, or of what they leave out
+            draws = list(itertools.combinations(range(66), min(k, 66 - k)))
+            p = [sum(min(draw) < c if k < 3 else c > sum(i < c for i in draw) for draw in draws) / len(draws)
+                 for c in passes]
+            close([found[f"train@{k}"], found[f"held@{k}"]], [sum(p[:16]) / 16, sum(p[16:]) / 2], 1e-9)
+        found = self.real["informative_groups"]
+        close(*([found[f"{name}{G}"] for G in (4, 8, 16)] for name in ("G=", "expect ")), 0.25)
+
+    def test_gradient_noise_by_the_plain_formulas(self):
+        rows, first = self.real["gradient_noise"]["rows"], self.gradients[::len(ablate.ESTIMATORS)]
+        def cos(a, b):
+            return torch.nn.functional.cosine_similarity(sum(a), sum(b), dim=0)
+        for e, name in enumerate(rows):
+            g = self.gradients[e::len(rows)]                        # of six batches, (weights,) each
+            noise = sum((x - sum(g) / 6).square().sum() for x in g) / 5
+            close(list(rows[name].values()), [
+                ((sum(g) / 6).square().sum() - noise / 6) / noise,
+                sum(cos([g[i]], g[1 - i % 2::2]) for i in range(6)) / 6,
+                (cos(g[::2], first[1::2]) + cos(g[1::2], first[::2])) / 2], 1e-4, name)
+        with mock.patch.object(ablate, "token_logps", side_effect=KeyError) as logps:
+            for measure in (ablate.gradient_noise, ablate.sequence_ratios):
+                self.assertRaises(KeyError, measure, rl_base(), TOK, RLConfig(steps=1, temperature=2.0), None)
+                self.assertEqual(logps.call_args.args[2], 2.0)
+
+    def test_curves_of_logs(self):
+        agent.save_policy(rl_base(), TOK, {}, self.file("model"))
+        logs = [self.file("log1"), self.file("log2")]
+        with mock.patch.object(grpo, "print_outcome"):
+            for n, log in zip("12", logs):
+                run_main(grpo, "--init", self.file("model"), *self.SMALL, "--log", log, "--steps", n)
+        with mock.patch.object(ablate, "find_spec", lambda name: None):
+            self.refused(ablate, ["--curves", *logs, "--plot", self.dir], "pip install matplotlib")
+        if MATPLOTLIB:
+            drawn = [list(line.get_ydata()) for line in ablate.draw_curves(logs).axes[0].lines]
+            self.assertEqual(drawn, [[row["reward"] for row in self.rows(f"log{n}")[1:]] for n in (1, 2)])
+            for text in ("text\n", "", "[1, 2]\n", '{"step": 1}\n', '{"key": "", "result": {}}\n'):
+                self.refused(ablate, ["--curves", self.file("other", text), "--plot", self.dir], "--curves")
+
+    def test_list_and_flags(self):
+        _, out, _ = run_main(ablate, "--list", "--seeds", "2")
+        sizes = {name: len(grid["arms"]) for name, grid in ablate.GRIDS.items()}
+        self.assertEqual([line.split()[:3] for line in out.splitlines()[1:]],
+                         [[name, str(n), str(2 * n)] for name, n in sizes.items()])
+        for case in f"""nosuch 'nosuch', --seeds 0 number, --seeds 1;1 different, --seeds -2 number,
+                --seeds 1;x '1;x', --seeds 0;4294967296 4294967296, --seed 3 --seeds, --jobs 0 at least 1,
+                --arms default;no 'no', --arms default;default twice, --jobs x 'x', --lr 0 greater than 0,
+                --steps -1 at least 0, --plot /no folder, --out {self.dir} directory,
+                --curves {self.dir} --plot""".split(","):
+            flag, *value, word = case.replace(";", ",").split(maxsplit=2 if "--" in case[:20] else 1)
+            self.refused(ablate, [flag, *value], flag, word.strip())
+
+class TestCommandLine(InFolder):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
         cls.model = os.path.join(cls.dir, "model.pt")
         agent.save_policy(rl_base(), TOK, {}, cls.model)
 
-    def path(self, name):
-        return os.path.join(self.dir, name)
+    def test_flags_that_make_no_sense(self):
+        keep = ["--log", self.file("keep", "keep"), "--save", self.file("new.pt"), "--init", self.model]
+        for module, flag, *words in (
+                (grpo, "--steps 1.5", "int"), (grpo, "--lr fast", "float"), (grpo, "--max_edits few", "none"),
+                (grpo, "--base rl", "--init"), (grpo, "--variant no", "gspo"), (grpo, "--threads 0", "64"),
+                (grpo, "--show -1", "at least 0"), (grpo, "--translate no", "verl"), (grpo, "--step 3"),
+                (grpo, "--steps", "argument"), (grpo, "--filter_zero_adv true --variant dapo", "false"),
+                (grpo, "--overlong_buffer 2 --variant maxrl", "0 with"), (agent, "--seeds x", "int"),
+                (agent, "--seeds 0", "1", "100"), (env, "--task nosuch", "leap", "tally"), (env, "--x"),
+                (env, "--ops no", "or_to_and", "widen"), (env, "--ops" + 5 * " widen", "5", "at most 4")):
+            self.refused(module, keep * (module is grpo) + flag.split(), flag.split()[0], *words)
 
-    def test_bad_input_is_one_line_and_status_2(self):
-        foreign, broken = self.path("foreign.pt"), self.path("broken.pt")
-        torch.save({"weights": torch.zeros(2)}, foreign)
-        with open(self.model, "rb") as whole, open(broken, "wb") as part:
+    def test_files_that_do_not_fit(self):
+        plain, soft, hard = self.file("plain", "text\n"), *map(self.file, "ab")
+        os.symlink(plain, soft)
+        os.link(plain, hard)
+        with open(self.model, "rb") as whole, open(self.file("broken"), "wb") as part:
             part.write(whole.read()[:5000])
-        with open(self.path("text.pt"), "w") as file:
-            file.write("hello\n")
-        for module, flags, culprit in (
-                (grpo, ["--group_size", "1"], "group_size: 1"),
-                (grpo, ["--minibatches", "0"], "minibatches: 0"),
-                (grpo, ["--temperature", "0"], "temperature: 0"),
-                (grpo, ["--prompts_per_step", "21"], "at most 20"), (grpo, ["--agg", "mean"], "token_mean"),
-                (grpo, ["--max_edits", "-1"], "max_edits: -1"),
-                (grpo, ["--agg", "constant"], "agg_constant"),
-                (grpo, ["--lr", "fast"], "'fast' is not a number"), (grpo, ["--lr", "nan"], "lr: nan"),
-                (grpo, ["--lr", "inf"], "lr: inf"), (grpo, ["--steps", "1.5"], "whole number"),
-                (grpo, ["--rename", "maybe"], "true or false"), (grpo, ["--max_edits", "few"], "or none"),
-                (grpo, ["--seed", "-1"], "seed: -1"), (grpo, ["--steps"], "steps"),
-                (grpo, ["--nosuch", "1"], "nosuch"), (grpo, ["--base", "good"], "'rl'"),
-                (grpo, ["--variant", "nosuch"], "dr_grpo"),
-                (grpo, ["--init", self.path("nosuch.pt")], "nosuch.pt"),
-                (grpo, ["--init", foreign], "foreign.pt"), (grpo, ["--init", broken], "broken.pt"),
-                (grpo, ["--init", self.path("text.pt")], "text.pt"),
-                (grpo, ["--init", self.dir], "cannot be read"),
-                (grpo, ["--init", self.model, "--base", "rl"], "--base"),
-                (grpo, ["--log", self.path("no/such/run.jsonl")], "run.jsonl"),
-                (grpo, ["--save", self.dir], "cannot be written"), (grpo, ["--threads", "0"], "--threads"),
-                (grpo, ["--threads", "two"], "two"),
-                (grpo, ["--variant", "dapo", "--filter_zero_adv", "true"], "filter_zero_adv"),
-                (grpo, ["--variant", "maxrl", "--overlong_buffer", "2"], "overlong_buffer"),
-                (variants, ["--run", "gspo,nosuch"], "'nosuch'"),
-                (variants, ["--run", "--steps", "-1"], "steps: -1"),
-                (variants, ["--run", "--seeds", "0"], "seeds"),
-                (variants, ["--run", "--seeds", "a"], "list"),
-                (variants, ["--translate", "nosuch"], "'trl'"),
-                (variants, ["--run", "--translate", "trl"], "--translate"),
-                (variants, ["--run", "--jobs", "0"], "--jobs"),
-                (ablate, ["nosuch"], "settings"), (ablate, ["arms", "--seeds", "1,1"], "1,1"),
-                (ablate, ["--seeds", "0"], "seeds"), (ablate, ["--jobs", "0"], "--jobs"),
-                (ablate, ["--seed", "3"], "--seeds"), (ablate, ["--lr", "0"], "lr: 0"),
-                (ablate, ["--plot", self.path("nosuch")], "no such folder"),
-                (ablate, ["--out", self.dir], "cannot be written"),
-                (ablate, ["--out", self.path("text.pt")], "line 1"),
-                (ablate, ["--steps", "x"], "whole number"),
-                (ablate, ["--arms", "nosuch"], "seq_mean_token_mean"), (agent, ["--seeds", "x"], "x")):
-            status, out, err = run_main(module, *flags)
-            self.assertEqual((status, out, err.count("\n")), (2, "", 1), (flags, out, err))
-            self.assertIn(culprit, err, flags)
-        self.assertFalse(os.path.exists(self.path("nosuch.pt")))
+        agent.save_policy(rl_base(), dict(reversed(TOK.items())), {}, self.file("words"))
+        keep = ["--log", self.file("keep", "keep"), "--save", self.file("new.pt")]
+        for flag, names in (("--init", "words broken plain none ."), ("--save", "."), ("--log", "no/log")):
+            for name in names.split():
+                self.refused(grpo, [*keep, flag, self.file(name)], flag, self.file(name))
+        for flag, path, other_flag, other in [("--log", a, "--save", b) for a, b in (
+                (plain, plain), (plain, soft), (hard, plain), (self.file("./plain"), plain), (soft, hard),
+                (self.file("new"), self.file("./new")), (self.file("new.part"), self.file("new")))] + [
+                ("--init", self.model, flag, self.model) for flag in ("--save", "--log")]:
+            self.refused(grpo, [flag, path, other_flag, other], flag, other_flag, "another file")
 
-    def test_a_run_with_log_save_and_init(self):
-        log, saved = self.path("run.jsonl"), self.path("saved.pt")
-        status, out, err = run_main(grpo, "--init", self.model, "--log", log, "--save", saved, *SMALL,
-                                    "--kl_coef", "0.1", "--group_size", "8")
+    def test_a_run_with_everything(self):
+        flags = "--variant dr_grpo --scale group_std --prompts_per_step 4 --max_grad_norm inf --steps".split()
+        status, out, err = run_main(
+            grpo, "--init", self.model, "--log", self.file("run"), "--save", self.file("saved.pt"), *flags,
+            *"3 --show 2 --lr 0.01 --warmup_steps 0 --epochs 3".split())
         self.assertEqual((status, err), (0, ""))
-        self.assertRegex(out, r"(?s)step +reward +reads.*before, training tasks.*"
-                              r"after, held-out tasks.*most common")
-        with open(log) as file:
-            # no NaN, which is no JSON
-            lines = [json.loads(line, parse_constant=self.fail) for line in file]
-        self.assertEqual(lines[0]["config"]["kl_coef"], 0.1)
-        self.assertEqual([line["step"] for line in lines[1:]], [0, 1])
-        model = agent.load_policy(TOK, saved)
-        self.assertFalse(all(torch.equal(a, b) for a, b in zip(model.parameters(), rl_base().parameters())))
-        status, out, _ = run_main(grpo, "--init", saved, "--quiet", *SMALL)
-        self.assertEqual(status, 0)
-        self.assertNotIn("training, ", out)
-        self.assertIn("after, held-out tasks", out)
+        settings, *rows = self.rows("run")
+        self.assertEqual([settings["config"][name] for name in "agg agg_constant kl_coef scale lr".split()],
+                         ["constant", 24.0, 0.0, "group_std", 0.01])            # by preset, and by flag
+        self.assertLessEqual({"step", "reward", "tokens", "eval_pass_rate", *grpo.UPDATE_STATS}, {*rows[2]})
+        self.assertEqual(re.findall(r"\nstep (\d): ", out), ["0", "2"])
+        shown = out[out.index("\nstep 0: one group"):out.index("\nstep 2: ")]
+        self.assertRegex(shown, r"(?s)def \w+\(.*attempt +reward +advantage +calls(\n +\d +[01].00 .*){8}")
+        self.assertIn("  clipped\n", shown)
+        for sign, text in zip("+-", shown.split("\nattempt ")[2:]):     # the best attempt, and the worst
+            self.assertRegex(text, rf"^\d, advantage \{sign}(.*\n)+  not trained on: issue : \w+ is wrong\n")
+            tokens = re.findall(r"\n  (\S+) +(\d\.\d{3}) +(\d\.\d{3}) +(\d+\.\d{3})(  clipped)?", text)
+            for word, old, new, ratio, clipped in tokens:
+                self.assertLess(abs(float(new) - float(ratio) * float(old)), 0.001 * (1 + float(ratio)))
+                self.assertEqual(bool(clipped), float(ratio) > 1.2 if sign == "+" else float(ratio) < 0.8)
+            for mode, n in zip(MODES, (rows[0]["policy_tokens"], len(tokens), 1, 24)):
+                self.assertIn(f" {mode} {1 / 32 / n:.5f}", text)
+        self.assertRegex(out, r"(?s)these 160 episodes\n +\d+  .*\nafter: a held-out task, repaired by \w+\n"
+                         r"issue : \w+ is wrong\n  > .* s updating: \d+ episodes a second, \d+ tokens")
+        _, again, _ = run_main(grpo, "--init", self.file("saved.pt"), *flags, "0", "--quiet")
+        after, saved = (re.findall(rf"\n{when}, (\S+) tasks +(.*)", text)
+                        for when, text in (("after", out), ("before", again)))
+        self.assertTrue(len(after) == 2 and after == saved)             # what was saved plays as it did
 
-    def test_variant_flag(self):
-        status, out, _ = run_main(grpo, "--init", self.model, "--variant", "dr_grpo", "--lr", "5e-4",
-                                  *SMALL)
-        self.assertEqual(status, 0)
-        for line in ("scale = none  (GRPO: group_std)", "agg = constant", "agg_constant = 24.0",
-                     "kl_coef = 0.0  (GRPO: 0.04)", "lr = 0.0005  (by flag; the preset has 0.001)"):
-            self.assertIn(line, out)
+    def test_what_stops_a_run_loses_nothing_that_was_finished(self):
+        saved, dumps = self.file("kept.pt", "text"), json.dumps
+        def full(x, **fields):
+            if x.get("step") == 1:
+                raise OSError(28, "No space left on device")
+            return dumps(x, **fields)
+        for flags, words in ((f"--log {self.file('full')}", "No space"), ("--lr 1e30", r"step \d+: .*lr")):
+            with mock.patch.object(json, "dumps", full):
+                status, out, err = run_main(grpo, "--init", self.model, "--save", saved, *self.SMALL,
+                                            *"--steps 9 --prompts_per_step 8".split(), *flags.split())
+            self.assertEqual((status, err.count("\n")), (1, 1), err)
+            self.assertRegex(err, words)
+            new, old = agent.load_policy(TOK, saved).parameters(), rl_base().parameters()
+            changes = torch.cat([(a - b).flatten() for a, b in zip(new, old)])
+            self.assertTrue(changes.isfinite().all() and changes.any())
 
-    def test_interrupt_finishes_the_step_and_keeps_log_and_model(self):
-        log, saved = self.path("stopped.jsonl"), self.path("stopped.pt")
-        run = subprocess.Popen([sys.executable, "grpo.py", "--init", self.model, "--log", log,
-                                "--save", saved, "--steps", "5000", "--eval_every", "0"],
-                               cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(600):
-            time.sleep(0.1)
-            if os.path.exists(log) and os.path.getsize(log) > 3000:
-                break
-        run.send_signal(signal.SIGINT)
+    def test_interrupts(self):
+        training = self.start("grpo.py", "--init", self.model, "--log", "stopped", "--save", "stopped.pt",
+                              "--steps", "5000")
+        making = self.start("grpo.py", "--save", "none.pt")
+        # A stand-in for torch, whose import waits to be interrupted.
+        os.mkdir(self.file("slow"))
+        self.file("slow/torch.py", "import time\nprint('here', flush=True)\ntime.sleep(60)\n")
+        for script in ("grpo.py", "agent.py", "variants.py", "ablate.py"):
+            run = self.start(script, PYTHONPATH=self.file("slow"))
+            self.assertEqual(run.stdout.readline(), "here\n")
+            run.send_signal(signal.SIGINT)
+            self.assertNotIn("Traceback", run.communicate(timeout=60)[1], script)
+            self.assertIn(run.returncode, (130, -signal.SIGINT))
+        self.assertIn("making the base agent", making.stdout.readline())
+        making.send_signal(signal.SIGINT)
+        self.assertEqual(making.communicate(timeout=60)[1], "\nstopped after 0 of 80 steps\n")
+        self.assertEqual((making.returncode, os.path.exists(self.file("none.pt"))), (130, False))
+        while not re.match(" +5 ", training.stdout.readline()):
+            self.assertIsNone(training.poll())
+        training.send_signal(signal.SIGINT)
+        err, rows = training.communicate(timeout=60)[1], self.rows("stopped")
+        self.assertEqual([row.get("step") for row in rows], [None, *range(len(rows) - 1)])
+        self.assertRegex(err, rf"^\nstopped after ({len(rows) - 1}|{len(rows)}) of 5000 steps\n$")
+        self.assertEqual(training.returncode, 130)
+        agent.load_policy(TOK, self.file("stopped.pt"))
+
+    def test_closed_pipes(self):
+        runs = [self.start("grpo.py", "--init", self.model, "--save", "piped.pt", "--steps", "6")]
+        for script, *flags in (["env.py"], ["agent.py"], ["variants.py"], ["ablate.py", "--list"]):
+            reader, writer = os.pipe()
+            os.close(reader)
+            runs.append(self.start(script, *flags, stdout=writer))
+            os.close(writer)
+        runs[0].stdout.readline()
+        runs[0].stdout.close()
+        self.assertEqual([run.stderr.read() for run in runs], [""] * 5)
+        agent.load_policy(TOK, self.file("piped.pt"))
+
+    def test_two_processes_optimised_and_with_warnings_as_errors(self):
+        self.file("imports.py", "import random, signal, torch\ndef state():\n    return (random.getstate(), "
+                  "torch.get_num_threads(), torch.get_rng_state().tolist(), signal.getsignal(2))\n"
+                  "torch.set_num_threads(2)\nbefore = state()\nimport grpo\n"
+                  "grpo.load_policy(grpo.build_tokenizer(), 'model.pt')\nprint(state() == before)\n")
+        imports = self.start(self.file("imports.py"), PYTHONPATH=HERE)
+        flags = ["--init", self.model, *self.SMALL]
+        runs = [self.start("grpo.py", *flags, "--log", f"log{i}", PYTHONWARNINGS="error",
+                           PYTHONHASHSEED=str(i), PYTHONOPTIMIZE=str(i)) for i in range(2)]
+        outs, errs = zip(*(run.communicate(timeout=60) for run in runs))
+        self.assertEqual((imports.communicate(), *errs), (("True\n", ""), "", ""))
+        self.assertEqual(*(out[out.index("\nbefore"):out.rindex("\n\n")] for out in outs))
+        self.assertEqual(*(without_seconds(self.rows(f"log{i}")) for i in range(2)))
+
+    def test_interrupts_and_closed_pipes_of_ablate(self):
+        for name in ("env.py", "agent.py", "variants.py", "grpo.py", "ablate.py"):  # with a quick base agent
+            with open(os.path.join(HERE, name)) as old:
+                self.file(name, re.sub("(?m)^(IMITATION_BATCHES, .*) = 190,", r"\1 = 3,", old.read()))
+        flags = "--arms default --seeds 4 --jobs 2 --steps 1 --prompts_per_step 2 --out runs".split()
+        def start(*more):
+            return self.start(self.file("ablate.py"), *flags, *more, MPLBACKEND="no such")
+        def finished():
+            return [row["key"] for row in self.rows("runs")] if "runs" in os.listdir(self.dir) else []
+        run = start()
+        while not finished() and run.poll() is None:
+            time.sleep(0.02)
+        os.killpg(run.pid, signal.SIGINT)
         out, err = run.communicate(timeout=60)
-        self.assertEqual((run.returncode, err), (130, ""))
-        with open(log) as file:
-            rows = [json.loads(line) for line in file]
-        self.assertRegex(out, rf"stopped after {len(rows) - 1} of 5000 steps")
-        agent.load_policy(TOK, saved)
-
-    def test_a_full_disk_costs_nothing_that_was_written(self):
-        if not os.path.exists("/dev/full"):
-            self.skipTest("no /dev/full here")
-        status, out, err = run_main(grpo, "--init", self.model, "--log", "/dev/full", *SMALL)
-        self.assertEqual(status, 1)
-        self.assertIn("--log /dev/full", out + err)
-        self.assertIn("after, held-out tasks", out)
-
-    def test_not_finite_stops_with_the_last_good_model(self):
-        # met while sampling, while evaluating, and behind the last step
-        for steps, every in (("9", "0"), ("9", "1"), ("1", "0")):
-            saved = self.path("nan.pt")
-            status, out, err = run_main(grpo, "--init", self.model, "--save", saved, "--lr", "1e38",
-                                        "--steps", steps, "--prompts_per_step", "4", "--eval_every", every,
-                                        "--minibatches", "1")
-            self.assertEqual((status, err.count("\n")), (1, 1))
-            self.assertRegex(err, r"stopped at step \d+: .*learning rate")
-            model = agent.load_policy(TOK, saved)
-            self.assertTrue(all(torch.isfinite(p).all() for p in model.parameters()))
-        with torch.no_grad():
-            model.norm.weight[0] = math.nan
-        agent.save_policy(model, TOK, {}, saved)
-        status, out, err = run_main(grpo, "--init", saved)
-        self.assertEqual((status, out, err.count("\n")), (2, "", 1))
-        self.assertIn("not finite", err)
-
-    def test_bench(self):
-        status, out, _ = run_main(grpo, "--init", self.model, "--bench", "--steps", "2")
-        self.assertEqual(status, 0)
-        for words in ("sampling", "old log-probs", "update", "the rest", "policy tokens", "GFLOP/s",
-                      "peak memory", "torch threads: 1"):
-            self.assertIn(words, out)
-
-    def test_elsewhere_optimised_and_with_warnings_as_errors(self):
-        variables = {**os.environ, "PYTHONWARNINGS": "error"}
-        for flags, status in (([*SMALL, "--init", self.model], 0), (["--group_size", "1"], 2)):
-            run = subprocess.run([sys.executable, "-O", os.path.join(HERE, "grpo.py"), *flags],
-                                 cwd=self.dir, env=variables, capture_output=True, text=True)
-            self.assertEqual((run.returncode, run.stderr.count("\n")), (status, status // 2), run.stderr)
-        self.assertNotIn("__pycache__", os.listdir(self.dir))
-
-    def test_importing_does_nothing(self):
-        program = ("import torch; n = torch.get_num_threads(); s = torch.get_rng_state(); import ablate; "
-                   "print(n == torch.get_num_threads() and bool((s == torch.get_rng_state()).all()))")
-        self.assertEqual(subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True,
-                                        text=True).stdout, "True\n")
-
-
-class TestVariants(unittest.TestCase):
-    def test_presets(self):
-        self.assertEqual(list(variants.VARIANTS), list(variants.ABOUT))
-        grpo_config = RLConfig(agg="seq_mean_token_mean", kl_coef=0.04)
-        self.assertEqual(RLConfig(**variants.VARIANTS["grpo"]), grpo_config)
-        self.assertEqual(RLConfig(**variants.VARIANTS["default"]), RLConfig())
-        expected = {    # field by field against DeepSeekMath's GRPO
-            "dr_grpo": dict(scale="none", agg="constant", agg_constant=24.0),
-            "dapo": dict(eps_high=0.28, agg="token_mean", dynamic_sampling=True, overlong_buffer=2),
-            "rloo": dict(baseline="leave_one_out", scale="none", minibatches=1, agg="seq_mean_token_sum"),
-            "gspo": dict(ratio_level="sequence", eps_low=3e-4, eps_high=4e-4),
-            "cispo": dict(ratio_level="cispo", agg="token_mean"),
-            "gmpo": dict(ratio_level="gmpo", eps_low=0.4, eps_high=0.4),
-            "sapo": dict(ratio_level="sapo"),
-            "luspo": dict(ratio_level="sequence", eps_low=2e-3, eps_high=2.5e-3, agg="seq_mean_token_sum"),
-            "lite_ppo": dict(scale="batch_std", agg="token_mean"),
-            "gpg": dict(ratio_level="none", scale="none", agg="token_mean"),
-            "opo": dict(baseline="length_weighted", scale="none", ratio_level="none", minibatches=1),
-            "maxrl": dict(scale="group_mean", ratio_level="none", agg="token_mean"),
-            "dppo": dict(ratio_level="dppo", eps_low=0.15, eps_high=0.15, agg="token_mean")}
-        for name, fields in expected.items():
-            changed = variants.differences(RLConfig(**variants.VARIANTS[name]), grpo_config)
-            self.assertEqual({k: v[0] for k, v in changed.items()}, dict(fields, kl_coef=0.0), name)
-
-    def test_table_and_translation(self):
-        status, out, _ = run_main(variants)
-        self.assertEqual(status, 0)
-        for name, (paper, number, _, _) in variants.ABOUT.items():
-            self.assertIn(f"\n{name}" if name != "default" else name, out)
-            self.assertIn(number, out)
-        _, trl, _ = run_main(variants, "--translate", "trl")
-        _, verl, _ = run_main(variants, "--translate", "verl")
-        for text in (out, trl, verl):
-            self.assertLessEqual(max(map(len, text.splitlines())), 120)
-        def section(text, name):
-            return " ".join(text.split(f"\n\n{name}\n")[1].split("\n\n")[0].split())
-        for name, words in (("gspo", 'loss_type="grpo", importance_sampling_level="sequence"'),
-                            ("grpo", "beta=0.04"), ("cispo", "epsilon_high=1.2"), ("opo", "cannot"),
-                            ("dppo", "cannot"), ("dr_grpo", 'scale_rewards="none"')):
-            self.assertIn(words, section(trl, name))
-        for name, words in (("gspo", "loss_mode=gspo"), ("luspo", "seq-mean-token-sum"),
-                            ("maxrl", "cannot"), ("opo", "adv_estimator=opo"),
-                            ("dapo", "filter_groups.enable=True"),
-                            ("grpo", "kl_loss_type=low_var_kl"), ("dppo", "clip_ratio_c=20.0")):
-            self.assertIn(words, section(verl, name))
-
-    def test_rloo_never_clips_and_gspo_does(self):
-        for name, low, high in (("rloo", 0, 0), ("opo", 0, 0), ("gspo", 0.02, 1), ("default", 0, 0.1)):
-            cfg = RLConfig(**{**variants.VARIANTS[name], "steps": 8, "eval_every": 0})
-            history = train_rl(rl_base(), TOK, cfg, TRAIN_TASKS)
-            self.assertTrue(low <= variants.late(history, "clip_frac", 6) <= high, name)
-
-    def test_run(self):
-        weights = {name: tensor.numpy() for name, tensor in rl_base().state_dict().items()}
-        with mock.patch.object(variants, "ProcessPoolExecutor", InProcess), \
-                mock.patch.object(variants, "base_weights", lambda job: weights):
-            status, out, err = run_main(variants, "--run", "default,gspo", "--steps", "1", "--jobs", "2")
-        self.assertEqual((status, err), (0, ""))
-        rows = [line.split() for line in out.splitlines() if line.startswith(("default", "gspo"))]
-        self.assertEqual([(row[0], len(row)) for row in rows], [("default", 10), ("gspo", 10)])
-        self.assertEqual(rows[0][6], "-")           # no reference model, no kl_ref
-
-
-class TestAblate(unittest.TestCase):
-    """run_grid with a pool of one thread in this process, so that base agents and single runs can be
-    replaced."""
-
-    def setUp(self):
-        weights = {name: tensor.numpy() for name, tensor in rl_base().state_dict().items()}
-        for target, value in (("ProcessPoolExecutor", InProcess), ("base_weights", lambda job: weights)):
-            patch = mock.patch.object(ablate, target, value)
-            patch.start()
-            self.addCleanup(patch.stop)
-        for module in (ablate, variants):       # fewer episodes: it is not the agent that is tested here
-            patch = mock.patch.object(module, "evaluate", lambda model, tok, tasks, n, *rest: grpo.evaluate(
-                model, tok, tasks, 2, *rest))
-            patch.start()
-            self.addCleanup(patch.stop)
-        self.out = os.path.join(tempfile.mkdtemp(), "runs.jsonl")
-        threads = torch.get_num_threads()
-        self.addCleanup(lambda: torch.set_num_threads(threads))
-
-    def arms(self, *flags, grid="arms", seeds="2"):
-        return run_main(ablate, grid, "--seeds", seeds, "--steps", "2", "--prompts_per_step", "4", *flags)
-
-    def table(self, out):
-        return out[out.index("mean; range"):]
-
-    def test_table_and_resuming(self):
-        status, whole, err = self.arms("--out", self.out, seeds="3")
-        self.assertEqual(status, 0, err)
-        self.assertLessEqual(max(map(len, self.table(whole).splitlines())), 120)
-        for arm in ablate.GRIDS["arms"]["arms"]:
-            self.assertRegex(whole, rf"\n{re.escape(arm)} +\d")
-        # four arms against the default in eight columns (none reaches 0.8 in two steps, so no ninth); what is
-        # equal on every seed, as the episodes of three arms are, chance cannot set apart
-        verdicts = self.table(whole)[self.table(whole).index("minus default"):].splitlines()[1:33]
-        equal = sum(line.endswith("equal") for line in verdicts)
-        self.assertEqual(sum(" episodes " in line and line.endswith("equal") for line in verdicts), 3)
-        self.assertIn(f"\n{32 - equal} comparisons", whole)
-        with open(self.out) as file:
-            lines = file.readlines()
-        self.assertEqual(len(lines), 15)
-        record = json.loads(lines[0], parse_constant=self.fail)
-        self.assertEqual({"config", "seed", "versions", "result"} - set(record), set())
-        self.assertEqual(len(record["result"]["history"]), 2)
-        with open(self.out, "w") as file:                   # as kill -9 leaves it: two gone, the last torn
-            file.writelines(lines[:12] + [lines[12][:500]])
-        ran = []
-        real = ablate.run_one
-        with mock.patch.object(ablate, "run_one",
-                                    lambda job, weights: ran.append(job) or real(job, weights)):
-            status, again, _ = self.arms("--out", self.out, seeds="3")
-        self.assertEqual((status, len(ran)), (0, 3))
-        self.assertEqual(self.table(again), self.table(whole))
-        with mock.patch.object(ablate, "run_one", lambda job, weights: self.fail("ran again")):
-            self.assertEqual(self.table(self.arms("--out", self.out, seeds="3")[1]), self.table(whole))
-        with mock.patch.object(ablate, "code_version", lambda: "other"), \
-                mock.patch.object(ablate, "run_one", lambda job, weights: 1 / 0):
-            # other code: nothing is taken over
-            self.assertEqual(self.arms("--out", self.out, seeds="3")[0], 1)
-
-    def test_pairing_is_real(self):
-        arms = {"default": {}, "twin": {}, "dynamic": dict(dynamic_sampling=True)}
-        with mock.patch.dict(ablate.GRIDS["arms"], arms=arms):
-            jobs = ablate.jobs_of("arms", list(arms), [0, 1], dict(steps=3, prompts_per_step=4))
-            done, failed, _ = ablate.run_grid(jobs, 1)
-            self.assertEqual(failed, [])
-            _, out, _ = self.arms("--arms", "default,twin", seeds="3")
-        def timeless(run):
-            return repr([{k: v for k, v in row.items() if not k.startswith("sec")}
-                         for row in run["history"]])
-        for seed in (0, 1):
-            self.assertEqual(timeless(done["default", seed]), timeless(done["twin", seed]))
-            self.assertEqual(repr(done["default", seed]["heldout"]), repr(done["twin", seed]["heldout"]))
-            self.assertEqual(done["default", seed]["before"], done["dynamic", seed]["before"])
-        self.assertNotEqual(timeless(done["default", 0]), timeless(done["default", 1]))
-        for line in out[out.index("minus default"):].splitlines()[1:9]:
-            self.assertRegex(line, r"\+0\.0+ .*equal$")
-        # and arms that use up more chance still draw the same tasks at the same step
-        for step in range(3):
-            drawn = []
-            for dynamic in (False, True):
-                cfg = RLConfig(dynamic_sampling=dynamic, max_turns=1)
-                _, sampled = grpo.sample_step(fresh_policy(), TOK, cfg, TRAIN_TASKS,
-                                              grpo.step_generator(5, step))
-                drawn.append([e["env"].task["name"] for e in sampled[:64]])
-            self.assertEqual(*drawn)
-
-    def test_a_run_that_raises(self):
-        real = ablate.run_one
-        def broken(job, weights):
-            if (job["arm"], job["seed"]) == ("scale none", 1):
-                raise ValueError("it broke")
-            return real(job, weights)
-        with mock.patch.object(ablate, "run_one", broken):
-            status, out, err = self.arms("--out", self.out)
-        self.assertEqual(status, 1)
-        self.assertIn("failed: arm scale none, seed 1: ValueError('it broke')", err)
-        self.assertRegex(out, r"\nscale none +\d.*\n  1 seeds")
-        with open(self.out) as file:
-            self.assertEqual(len(file.readlines()), 9)
-
-    def test_t_interval_by_hand(self):
-        # 1, 2, 3, 4: mean 2.5, deviation sqrt(5 / 3), t(0.975, 3) = 3.182
-        centre, half = ablate.t_interval([1.0, 2.0, 3.0, 4.0])
-        self.assertEqual(centre, 2.5)
-        self.assertAlmostEqual(half, 3.182 * math.sqrt(5 / 3) / 2, places=9)
-        self.assertEqual(ablate.t_interval([0.0, 0.0, 0.0]), (0, 0))
-        self.assertTrue(math.isnan(ablate.t_interval([1.0])[1]))
-        for df, quantile in ((1, 12.706), (9, 2.262), (30, 2.042), (40, 2.021), (100, 1.984)):
-            values = [1.0, -1.0] + [0.0] * (df - 1)
-            deviation = math.sqrt(2 / df)
-            self.assertAlmostEqual(ablate.t_interval(values)[1] * math.sqrt(df + 1) / deviation, quantile,
-                                   delta=2e-3)
-        for pairs, half, word in (([.1] * 3, .05, "higher"), ([-.1] * 9, .05, "lower"),
-                                  ([0.0] * 5, 0, "equal"), ([.1] * 5, .2, "within seed noise"),
-                                  ([1.0] * 2, 0, "too few seeds")):
-            self.assertEqual(ablate.verdict(pairs, pairs[0], half), word)
-
-    def test_until(self):
-        run = {"history": [{"reward": r, "episodes": 10} for r in [0, 0, 1, 1, 1, 0.9, 0.8]]}
-        # .94 in the last five, .78 before
-        self.assertEqual((ablate.until(run, "steps"), ablate.until(run, "episodes")), (7, 70))
-        self.assertTrue(math.isnan(ablate.until({"history": run["history"][:5]}, "steps")))
-
-    def test_measuring_grids(self):
-        measure = ablate.informative_groups
-        with mock.patch.object(ablate, "informative_groups", lambda *args: measure(*args, draws=4)):
-            status, out, err = run_main(ablate, "groups", "--seeds", "1", "--steps", "1")
-        self.assertEqual(status, 0, err)
-        rows = [line.split() for line in out.splitlines() if line.startswith(("RL base", "trained"))]
-        self.assertEqual([int(row[-5]) for row in rows], [4, 8, 16] * 2)
-        for row in rows:
-            self.assertAlmostEqual(float(row[-3]), float(row[-1]), delta=0.15)  # measured against predicted
-        status, out, err = run_main(ablate, "gspo", "--seeds", "1", "--steps", "2")
-        self.assertEqual(status, 0, err)
-        self.assertIn("rms log s", out)
-        factory = [ablate.training_names_env(HELDOUT_TASKS[0], RLConfig(), random.Random(i))
-                   for i in range(50)]
-        self.assertEqual({e.task["issue"][2] for e in factory} - {t["name"] for t in TRAIN_TASKS}, set())
-        self.assertEqual({type(e) for e in factory}, {EditBudgetEnv})
-
-    def test_figures(self):
-        folder = os.path.dirname(self.out)
-        with mock.patch.object(ablate, "find_spec", lambda name: None):         # known before any work
-            for grid, words in (("arms", "pip install matplotlib"), ("length", "only for settings and arms")):
-                status, out, err = run_main(ablate, grid, "--plot", folder)
-                self.assertEqual((status, out, err.count("\n")), (2, "", 1))
-                self.assertIn(words, err)
-        if find_spec("matplotlib") is None:
-            self.skipTest("no matplotlib here")
-        for grid, arms, names in (("arms", "default,dynamic sampling", ["arms.png", "sampling.png"]),
-                                  ("settings", "plain original,RL default", ["settings.png"])):
-            status, out, err = run_main(ablate, grid, "--arms", arms, "--seeds", "1", "--steps", "6",
-                                        "--prompts_per_step", "2", "--plot", os.path.dirname(self.out))
-            self.assertEqual(status, 0, err)
-            for name in names:
-                self.assertLess(os.path.getsize(os.path.join(os.path.dirname(self.out), name)), 100_000)
-
-    def test_list(self):
-        status, out, _ = run_main(ablate, "--list")
-        self.assertEqual(status, 0)
-        for name in ablate.GRIDS:
-            self.assertIn(f"\n{name} ", out)
-
-
-class TestAblateProcesses(unittest.TestCase):
-    def test_killed_and_resumed(self):
-        out = os.path.join(tempfile.mkdtemp(), "runs.jsonl")
-        command = [sys.executable, "ablate.py", "settings", "--arms", "plain one-edit", "--seeds", "2",
-                   "--steps", "1", "--out", out]
-        first = subprocess.Popen(command, cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                 start_new_session=True)
-        for _ in range(600):
-            time.sleep(0.1)
-            if os.path.exists(out) and os.path.getsize(out):
-                break
-        os.killpg(first.pid, signal.SIGKILL)
-        first.wait()
-        with open(out, "a") as file:
-            file.write('{"key": "torn')
-        again = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
-        self.assertEqual(again.returncode, 0, again.stderr)
-        self.assertRegex(again.stdout, r"[12] of 2 runs are in .* already")
-        self.assertRegex(again.stdout, r"plain one-edit .*\n  2 seeds")
-
-
-# --------------------------------------------------------------------------------------------------
-# Copying
-# --------------------------------------------------------------------------------------------------
-PURE = [group_advantages, aggregate_loss, kl_penalty, grpo.overlong_penalty, *LOSSES.values()]
-
-
-def pasted(function):
-    """The function's own source, executed alone in a module that has imported torch and nothing else."""
-    scope = {}
-    exec("import torch\n" + inspect.getsource(function), scope)
-    return scope[function.__name__]
-
-
-class TestCopying(unittest.TestCase):
-    def test_each_alone_on_any_float_and_mask(self):
-        logp, old, adv, mask = random_case(4, 6, seed=11)
-        for dtype, m in itertools.product((torch.float64, torch.float32, torch.bfloat16, torch.float16),
-                                          (bool, float)):
-            x, o, A = logp.to(dtype), old.to(dtype), adv.to(dtype)
-            M = mask if m is bool else mask.to(dtype)
-            for name, function in LOSSES.items():
-                for agg in grpo.CHOICES["agg"]:
-                    loss, g = gradient(lambda z: pasted(function)(z, o, A, M, 0.2, 0.2, agg, 5.0)[0], x)
-                    self.assertEqual((loss.dtype, g.dtype, loss.shape), (dtype, dtype, ()), name)
-                    self.assertTrue(torch.isfinite(loss) and torch.isfinite(g).all(), (name, dtype))
-                    exact = function(logp, old, adv, mask, 0.2, 0.2, agg, 5.0)[0]
-                    self.assertAlmostEqual(loss.item(), exact.item(),
-                                           delta=0.1 if dtype in (torch.bfloat16, torch.float16) else 1e-5)
-            self.assertEqual(pasted(aggregate_loss)(x, M, "token_mean").dtype, dtype)
-            self.assertEqual(pasted(kl_penalty)(x, o, "k3").dtype, dtype)
-            for baseline, scale in itertools.product(grpo.CHOICES["baseline"], grpo.CHOICES["scale"]):
-                A = pasted(group_advantages)(A.abs(), 2, baseline, scale, torch.ones(4))
-                self.assertTrue(torch.isfinite(A).all())
-            self.assertEqual(
-                pasted(grpo.overlong_penalty)(torch.tensor([5.0], dtype=dtype), 6, 2).item(), -0.5)
-
-    def test_on_another_device(self):
-        if not torch.cuda.is_available():
-            # no data, but every operation must find all tensors on it
-            meta = torch.zeros(4, 6, device="meta")
-            for function in LOSSES.values():
-                loss, _ = pasted(function)(meta, meta, meta[:, 0], meta)
-                self.assertEqual(loss.device.type, "meta")
-            return
-        logp, old, adv, mask = (t.cuda() for t in random_case(4, 6))
-        for function in LOSSES.values():
-            self.assertEqual(pasted(function)(logp, old, adv, mask)[0].device.type, "cuda")
-
-    def test_in_a_foreign_loop(self):
-        # another model (a GRU), another multi-turn task (say back the digit that the environment said),
-        # pieces pasted in
-        advantages, loss_of = pasted(group_advantages), pasted(grpo.ppo_policy_loss)
-        torch.manual_seed(0)
-        embed, gru, head = nn.Embedding(8, 32), nn.GRU(32, 32, batch_first=True), nn.Linear(32, 8)
-        parameters = [*embed.parameters(), *gru.parameters(), *head.parameters()]
-        optimizer = torch.optim.Adam(parameters, lr=1e-2)
-        mask = torch.tensor([[0, 1, 0, 1, 0, 1]]).expand(64, 6).bool()         # said, answered, three turns
-        def log_probs(ids):
-            return head(gru(embed(ids[:, :-1]))[0]).log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-        rewards = []
-        for _ in range(60):
-            said = torch.randint(0, 8, (8, 3)).repeat_interleave(8, dim=0)
-            ids = torch.zeros(64, 6, dtype=torch.long)
-            with torch.no_grad():
-                for turn in range(3):
-                    ids[:, 2 * turn] = said[:, turn]
-                    last = head(gru(embed(ids[:, :2 * turn + 1]))[0][:, -1])
-                    ids[:, 2 * turn + 1] = torch.multinomial(last.softmax(-1), 1)[:, 0]
-                old = log_probs(ids)
-            R = (ids[:, 1::2] == said).float().mean(1)
-            A = advantages(R, 8)
-            for rows in torch.randperm(64).chunk(2):
-                optimizer.zero_grad()
-                loss_of(log_probs(ids[rows]), old[rows], A[rows], mask[rows, 1:])[0].backward()
-                optimizer.step()
-            rewards.append(R.mean().item())
-        self.assertLess(rewards[0], 0.3)
-        self.assertGreater(sum(rewards[-5:]) / 5, 0.8)
-        self.assertEqual(type(variants.VARIANTS["gspo"]), dict)
-
-
-# --------------------------------------------------------------------------------------------------
-# README.md
-# --------------------------------------------------------------------------------------------------
+        self.assertEqual((run.returncode, "Traceback" in err), (130, False), err)
+        self.assertRegex(err, rf"\ninterrupted after {len(finished())} of 4 runs, runs has them\n$")
+        self.assertRegex(out, rf"\ndefault .*\n  {len(finished())} seeds ")
+        run = start(*["--plot", "."] * MATPLOTLIB)          # without a display, with a wrong backend
+        while "runs are in" not in run.stdout.readline():
+            self.assertIsNone(run.poll())
+        run.stdout.close()
+        self.assertNotIn("Traceback", run.stderr.read())
+        self.assertEqual((run.wait(), len(finished()), len(set(finished()))), (141, 4, 4))
 
 class TestReadme(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        with open(os.path.join(HERE, "README.md"), encoding="utf-8") as file:
-            cls.text = file.read()
+    with open(os.path.join(HERE, "README.md"), encoding="utf-8") as file:
+        text = file.read()
 
-    def test_the_two_examples_run(self):
-        blocks = re.findall(r"```python\n(.*?)```", self.text, re.DOTALL)
-        self.assertEqual(len(blocks), 2)
-        plain = agent.make_base_agent(TOK, batches=120)
-        outputs = []
+    def test_the_examples_run(self):
+        blocks = re.findall(r"```python\n(.*?)```", self.text, re.S)
+        train, make, base = grpo.train_rl, agent.make_base_agent, rl_base()
+        def few(model, tok, cfg, *args, **options):
+            return train(model, tok, RLConfig(**{**vars(cfg), "steps": min(cfg.steps, 20)}), *args, **options)
+        def shared(tok, *args, **options):
+            return copy.deepcopy(base) if list(tok) == list(TOK) else make(tok, *args, **options)
         for block in blocks:
-            out = io.StringIO()
-            with mock.patch.object(agent, "make_base_agent", lambda tok: copy.deepcopy(plain)):
-                with contextlib.redirect_stdout(out):
-                    exec(block, {"__name__": "readme"})
-            outputs.append(out.getvalue())
-        # the reward is hacked: it rises, and the hidden tests do not follow
-        rewards = [float(x) for x in re.findall(r"reward ([\d.]+)", outputs[0])]
-        passes = [float(x) for x in re.findall(r"pass ([\d.]+)", outputs[0])]
-        self.assertGreater(rewards[-1], passes[-1] + 0.1)
-        first, last = (float(x) for x in re.findall(r"([\d.]+) at", outputs[1]))
-        self.assertLess(first, 0.3)
-        self.assertGreater(last, first + 0.2)
+            with mock.patch.multiple(agent, make_base_agent=shared, make_rl_base=shared), \
+                    mock.patch.object(grpo, "train_rl", few), torch.random.fork_rng(), \
+                    contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+            self.assertRegex(out.getvalue(), r"\d", block)
+            for first, last in re.findall(r"([\d.]*\d) -> ([\d.]*\d)", out.getvalue()):
+                self.assertGreater(float(last), float(first), block)
+        self.assertIn(len(blocks), (3, 4))
 
-    def test_every_command_is_one_that_the_scripts_take(self):
-        commands = {c for c in re.findall(r"python (\w+\.py(?: [^`\n(;|]*)?)", self.text)}
-        self.assertGreater(len(commands), 12)
-        ran = []
-        record = lambda *args, **kwargs: ran.append(args) or 0                              # noqa: E731
-        with mock.patch.object(grpo, "run", record), mock.patch.object(ablate, "report", record), \
-                mock.patch.object(variants, "run_presets", record), \
-                mock.patch.object(ablate, "find_spec", lambda name: True), \
-                mock.patch.object(ablate.os.path, "isdir", lambda path: True):
+    def test_every_command_is_accepted_and_every_link_leads_to_a_file(self):
+        commands = {*re.findall(r"\bpython (\w+\.py[^`\n|;&>#()]*)", self.text)}
+        scripts = dict(env=env, agent=agent, grpo=grpo, ablate=ablate, variants=SimpleNamespace(
+            main=variants.print_presets, __name__="variants"))
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            stack.callback(os.chdir, os.getcwd())
+            os.chdir(folder)            # agent.py looks for its words after its flags, and is stopped there
+            os.mkdir("figures")
+            stack.enter_context(mock.patch.object(agent, "build_tokenizer", side_effect=SystemExit))
+            for target in ("grpo.run", "grpo.load_policy", "ablate.report", "ablate.draw_curves",
+                           "ablate.save_figures", "ablate.find_spec"):
+                stack.enter_context(mock.patch(target, return_value=0))
             for command in commands:
-                script, *flags = command.replace("NAME", "gspo").split()
-                module = {"grpo.py": grpo, "ablate.py": ablate, "variants.py": variants,
-                          "env.py": env}.get(script)
-                if module:
-                    status, _, err = run_main(module, *flags)
-                    self.assertEqual((status, err), (0, ""), command)
+                name, *flags = re.sub(r"\bNAME\b", "gspo", re.sub(r"\bN\b", "3", command)).split()
+                if name == "test_all.py":
+                    self.assertLessEqual({flag.split(".")[0] for flag in flags}, {*globals()}, command)
                 else:
-                    self.assertIn(script, ("agent.py", "test_all.py"))
-                    names = [flag for flag in flags if flag.startswith("Test")]
-                    self.assertTrue(all(name in globals() for name in names), command)
-        self.assertGreater(len(ran), 5)
-
-    def test_length_and_files(self):
-        self.assertLessEqual(len(self.text.splitlines()), 350)
-        for name in re.findall(r"\]\((figures/\w+\.png)\)", self.text):
-            self.assertLess(os.path.getsize(os.path.join(HERE, name)), 100_000)
-        for name, lines in re.findall(r"\| `(\w+\.py)` \| (\d+) \|", self.text):
-            with open(os.path.join(HERE, name), encoding="utf-8") as file:
-                self.assertAlmostEqual(len(file.readlines()), int(lines), delta=30, msg=name)
-
+                    status, _, err = run_main(scripts[name[:-3]], *flags)
+                    self.assertEqual((status, err), (0, ""), command)
+        self.assertGreater(len(commands), 12)
+        for link in re.findall(r"\]\(([^)#:]+)\)", self.text):
+            self.assertTrue(os.path.exists(os.path.join(HERE, link)), link)
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    unittest.main(verbosity=2)
+    unittest.main()
