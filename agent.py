@@ -285,7 +285,7 @@ def make_base_agent(tok, seed=0, kinds=("random", "blind") * 4, batches=IMITATIO
     if unknown or not kinds:
         raise ValueError(f"kinds: {unknown or 'none'} given, allowed are {', '.join(PLAYS)}, at least one")
     rng = random.Random(seed)
-    with torch.random.fork_rng(devices=[]):             # leave torch's global random state as it is
+    with torch.random.fork_rng(devices=[]):             # leave torch's global random state alone
         torch.manual_seed(seed)
         model = Policy(len(tok))
     average = copy.deepcopy(model)
@@ -319,7 +319,7 @@ def load_policy(tok, path):
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu")
         words = saved["words"]
-        with torch.random.fork_rng(devices=[]):         # leave torch's global random state as it is
+        with torch.random.fork_rng(devices=[]):         # leave torch's global random state alone
             model = Policy(**saved["shape"])
         model.load_state_dict(saved["weights"])
     except OSError:

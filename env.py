@@ -220,7 +220,7 @@ class BugFixEnv:
     reset() returns the issue as a list of words. step(words) makes one call, uses one turn, and returns
     (the answer as a list of words, done). The calls and their answers:
 
-        read      the source as it is now
+        read      the present source
         test      pass or fail (visible tests)
         edit OP   ok
         submit    pass or fail (hidden tests), and the episode ends
@@ -271,7 +271,7 @@ class BugFixEnv:
 
 class EditBudgetEnv(BugFixEnv):
     """BugFixEnv that applies only the first max_edits edits. It refuses the others: they use a turn and
-    leave the source as it is."""
+    leave the source unchanged."""
 
     def __init__(self, task, max_edits, max_turns=6):
         self.max_edits = max_edits

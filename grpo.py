@@ -6,7 +6,7 @@ Read env.py and agent.py first. This is all that train_rl, the loop, does:
         draw 8 tasks and let the policy attempt each of them 8 times: 8 groups of 8 attempts
         reward of an attempt = 1 if the hidden tests passed, else 0
         advantage = (reward - mean of its group) / standard deviation of its group
-        pi_old = the probabilities of the sampled tokens under the policy as it is now
+        pi_old = the probabilities of the sampled tokens under the present policy
         for each of 2 minibatches, 32 of the 64 attempts each:
             ratio = pi / pi_old for each sampled token, pi being the policy now
             loss = mean over tokens of -min(ratio * advantage, clip(ratio, 0.8, 1.2) * advantage)
@@ -369,7 +369,7 @@ def train_rl(model, tok, cfg, train_tasks, eval_tasks=None, ref_model=None, env_
         eval_pass_rate                          on eval_tasks every eval_every steps and at the end, else nan
         sec_sample, sec_update                  seconds
 
-    ref_model is the reference of the KL term, by default a copy of model as it is now if kl_coef > 0.
+    ref_model is the reference of the KL term, by default a copy of the present model if kl_coef > 0.
     on_step(row, episodes) is called after each step with its dict and the episodes that were trained on.
     ValueError for settings that make no sense. FloatingPointError, with the step, for a loss or gradient that
     is not finite. The model then has the weights from before that optimizer step.

@@ -429,7 +429,7 @@ class TestUpdate(unittest.TestCase):
         return torch.stack([logp[t - 1, episode["ids"][t]] for t, on in enumerate(episode["mask"]) if on])
 
     def recorder(self, calls):
-        """token_logps that also notes the rows' ids, whether gradients are on, and the model as it is."""
+        """token_logps that also notes the rows' ids, whether gradients are on, and the present model."""
         def record(model, batch, *rest, **more):
             calls.append((batch["ids"].tolist(), torch.is_grad_enabled(), copy.deepcopy(model)))
             return token_logps(model, batch, *rest, **more)
