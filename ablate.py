@@ -63,7 +63,7 @@ GRIDS = {
         "plain original": dict(base="plain", rename=False, max_edits=None),
         "plain renamed": dict(base="plain", max_edits=None), "plain one-edit": dict(base="plain")},
         columns="train,held-out,read 1st,1st right,tr. right,tests,edits,turns,tokens,early reads,late reads,"
-                "early rew,late reward,early ent,late ent,base pass,base held,base reads,right if read"),
+                "early rew,late reward,early ent,late ent,base pass,base held,base reads,read right"),
     "variants": dict(what="every preset", steps=40, arms=VARIANTS,
                      columns="late reward,held-out,read 1st,1st right,tokens,clip %,kl_ref,entropy,episodes"),
     "reuse": dict(what="the losses when a batch is used for 2, 8 and 32 updates", steps=30, arms={
@@ -91,7 +91,7 @@ GRIDS = {
         columns="tokens,early tok.,late tok.,pass tok.,fail tok.,turns,pass turns,fail turns,reads,held-out"),
     "informed": dict(what="how rare informed play may be in the base agent", steps=80, arms={
         f"1 in {2 * n + 1}": dict(base=("random", "blind") * n + ("oracle",)) for n in (4, 8, 16, 32)},
-        columns="base reads,right if read,late reward,held-out,read 1st,1st right"),
+        columns="base reads,read right,late reward,held-out,read 1st,1st right"),
     "names": dict(what="random names from the training tasks only", steps=80, arms={
         "all names": {}, "training names": dict(names="training")},
         columns="late reward,train,held-out,read 1st,1st right"),
@@ -130,7 +130,7 @@ COLUMNS = {
     "tests": (at_end("heldout", "tests"), 2), "edits": (at_end("heldout", "edits"), 2),
     "base pass": (at_end("before", "pass_rate"), 2), "base held": (at_end("before_heldout", "pass_rate"), 2),
     "base reads": (at_end("before", "read_first"), 2),
-    "right if read": (at_end("before", "read_then_right"), 2),
+    "read right": (at_end("before", "read_then_right"), 2),
     "late reward": (over("reward", -10), 2), "early rew": (over("reward", 0, 10), 2),
     "early reads": (over("reads", 0, 10), 2), "late reads": (over("reads", -10), 2),
     "early ent": (over("entropy", 0, 10), 2), "late ent": (over("entropy", -10), 2),
