@@ -61,7 +61,7 @@ class RLConfig:
     minibatches: int = 2                # parts of a step's episodes, with one optimizer step for each
     epochs: int = 1                     # passes over a step's episodes
     lr: float = 1e-3                    # Adam's learning rate
-    warmup_steps: int = 6               # lr rises over the first N steps that update: Adam's first are big
+    warmup_steps: int = 6               # lr rises over this many updating steps, as Adam's first are big
     max_grad_norm: float = 1.0          # gradients longer than this are shortened to it (inf: never)
     temperature: float = 1.0            # divides the logits, in sampling and in training
     # advantages
@@ -322,7 +322,7 @@ def rl_update(model, optimizer, episodes, cfg, generator, ref_model=None):
     needed = mask.any(dim=1) & ((adv != 0) | bool(ref_model is not None and cfg.kl_coef > 0))     # (N,)
     for _ in range(cfg.epochs):
         for rows in torch.randperm(len(episodes), generator=generator).tensor_split(cfg.minibatches):
-            old, m, run, logp = old_logp[rows], mask[rows], needed[rows], old_logp[rows].clone()    # (B, ..)
+            old, m, run, logp = old_logp[rows], mask[rows], needed[rows], old_logp[rows].clone()    # (B, ...)
             if run.any():
                 part = {name: tensor[rows[run]] for name, tensor in batch.items()}
                 logp[run] = token_logps(model, part, cfg.temperature)
@@ -342,7 +342,7 @@ def rl_update(model, optimizer, episodes, cfg, generator, ref_model=None):
                                              f"largest ratio {stats['ratio_max']:.3g}")
                 optimizer.step()
             tokens = {"approx_kl": ran, "kl_ref": ran, "logratio_pos": m & (adv[rows] > 0)[:, None],
-                      "logratio_neg": m & (adv[rows] < 0)[:, None]}     # which tokens: else all of m
+                      "logratio_neg": m & (adv[rows] < 0)[:, None]}     # the others: all of m
             records.append({name: (stats[name].item(), tokens.get(name, m).sum().item()) for name in stats})
     gap = (old_logp - batch.get("logps", old_logp))[mask].abs()
     return {**average(records), "entropy": entropy[mask].mean().item(),

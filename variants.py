@@ -57,7 +57,7 @@ def cispo_policy_loss(logp, old_logp, adv, mask, eps_low=1.0, eps_high=0.2):
         loss = -sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi
 
     So the tokens that lose their gradient to PPO's clip keep it here. eps_low = 1 means no lower bound, as in
-    the paper. A token counts as clipped where PPO would have clipped it.
+    the paper. A token counts as clipped where PPO with the same bounds would have clipped it.
     """
     if logp.dim() != 2 or not (logp.shape == old_logp.shape == mask.shape
                                and adv.shape in (logp.shape, logp.shape[:1])):
