@@ -1,699 +1,941 @@
-"""Grids of runs over seeds, as plain tables: is a difference between two settings more than seed noise?
+"""Is a difference between two settings real, or chance? Grids of runs over seeds, as plain tables.
 
-Read grpo.py and variants.py first. A grid compares arms, which are settings that differ in a few fields.
-Every arm starts from the same base agents on the same seeds, so arms are compared pair by pair. Each run uses
-one thread, and there are as many processes as cores.
+Read grpo.py and variants.py first. Another seed draws another base agent, other tasks and other
+samples, and the same training ends with a held-out pass rate of 0.8 or of 1.0. So one run of each
+of two settings can't tell which setting is better. This file runs each on several seeds, prints
+means and ranges, and says which differences chance does not explain.
 
-    python ablate.py --list                                   the grids, and about how long they take
-    python ablate.py                                          the grid `arms` on three seeds
-    python ablate.py settings --seeds 5 --out runs.jsonl      keep finished runs; the next call does the rest
-    python ablate.py arms --lr 5e-4 --plot figures            another field for all arms; draw figures
-    python ablate.py --curves a.jsonl b.jsonl --plot figures  draw what `grpo.py --log` wrote
+    python ablate.py                                      the grid `arms` on five seeds
+    python ablate.py --list                               all grids
+    python ablate.py base                                 the agents that RL starts from
+    python ablate.py settings --seeds 10 --out runs.jsonl keep finished runs, and do only the rest
+    python ablate.py arms --arms default,"scale none"     two arms of a grid
+    python ablate.py arms --lr 5e-4                       another field of RLConfig for all arms
+
+An arm is a setting: a few fields of RLConfig that differ from the default. All arms of a grid run
+on the same seeds, so they start from the same base agents and draw the same tasks, unless an arm
+changes these. Here is what that is good for. Say that two arms end with these pass rates:
+
+    seed               0       1       2      mean    range
+    A               0.48    0.74    0.63     0.617    0.48 to 0.74
+    B               0.53    0.80    0.67     0.667    0.53 to 0.80
+    B minus A      +0.05   +0.06   +0.04    +0.050   +0.04 to +0.06
+
+The two ranges are nearly the same, and yet B is ahead on every seed. Seed 0 is bad for both arms
+and seed 1 is good for both. In the difference of a pair, such luck of the seed cancels.
+
+Three seeds give only an estimate of the mean difference over all possible seeds. The 95% confidence
+interval says how good it is: of a hundred such intervals, about 95 contain that mean. For n
+differences d it is
+
+    mean(d) +- t * std(d) / sqrt(n)
+
+where t is 4.303 for three pairs, 2.776 for five, and close to 2 for many: with few seeds, std(d) is
+uncertain as well. Here std(d) is 0.01, and the interval is 0.050 +- 0.025. It excludes 0, so B
+counts as higher. What if the pairs were ignored? The uncertainty of both means then adds up, and
+the half width is t * sqrt((std(A)^2 + std(B)^2) / n). Here t is 2.776, as for five pairs: t depends
+on how many numbers there are, less one for each mean that is computed from them. That is 5 - 1 for
+five pairs, and 6 - 2 for six numbers with two means. The interval is 0.050 +- 0.301, which says
+nothing. This is what pairing buys.
+
+An interval that contains 0 means that the arms are not distinguishable with this number of seeds.
+It does not mean that they are equal: more seeds may show a difference. There are three limits.
+Pairs help only as far as the luck is shared, and the runs of a pair drift apart as soon as their
+weights differ. Of a hundred intervals for the difference of two equal arms, about five exclude 0.
+And the columns of a run are correlated, so one unusual run can make several columns exclude 0 at
+once. Check a finding on new seeds.
 """
 import argparse
 import hashlib
 import inspect
 import json
 import math
+import multiprocessing
 import os
+import re
 import signal
 import sys
-import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import tempfile
+from collections import Counter
+from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import cache
-from importlib.util import find_spec
-from multiprocessing import get_context
 
-if __name__ == "__main__":      # Ctrl-C ends the script quietly, except where run_jobs handles it
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-if __name__ == "__mp_main__":   # this is a worker process, and Ctrl-C is for its parent
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-import numpy
+import numpy as np
 import torch
 
-from agent import Policy, build_tokenizer, collate, make_base_agent, mean, refuse_same_file, token_logps
+from agent import (
+    behavior_stats,
+    build_tokenizer,
+    collate,
+    frozen_logps,
+    load_policy,
+    make_base_agent,
+    mean,
+    save_policy,
+    step_generator,
+    token_logps,
+)
 from env import HELDOUT_TASKS, TRAIN_TASKS, randomize_names
-from grpo import (RLConfig, add_config_flags, aggregate_loss, compute_advantages, config_from, evaluate,
-                  make_env, no_signal, rl_update, sample_groups, sample_step, step_generator, train_rl)
+from grpo import (
+    RLConfig,
+    add_config_flags,
+    aggregate_loss,
+    compute_advantages,
+    config_from,
+    make_env,
+    sample_batch,
+    sample_groups,
+    train_rl,
+)
 from variants import GRPO, VARIANTS
 
-# ---- The grids ---------------------------------------------------------------------------------------------
-# name -> what it shows, the steps of its runs, its arms (name -> the fields of RLConfig that it changes), the
-# columns of its table. The other arms are compared with the first. Besides fields an arm may have
-#   base     the base agent: "rl" (the default), "plain", or a tuple of the players that it imitates
-#   names    "training": in training, functions get names of training tasks only
-# measure names the function that makes a run. The default trains and evaluates.
-LOSSES = {"clip": {}, "gspo": dict(ratio_level="sequence", eps_low=3e-4, eps_high=4e-4),
-          "cispo": dict(ratio_level="cispo", eps_low=1.0), "sapo": dict(ratio_level="sapo"),
-          "gmpo": dict(ratio_level="gmpo", eps_low=0.4, eps_high=0.4),
-          "dppo": dict(ratio_level="dppo", eps_low=0.15, eps_high=0.15),
-          "plain gradient": dict(ratio_level="none")}
-UPDATES = {2: (2, 1), 8: (4, 2), 32: (8, 4)}                # updates per batch = minibatches x epochs
-SEQ_MEAN = "seq_mean_token_mean"                            # which gspo, gmpo and sapo are defined with
-GRIDS = {
-    "arms": dict(what="one field of the default changed at a time", steps=40, arms={
-        "default": {}, "scale none": dict(scale="none"), "eps_high 0.28": dict(eps_high=0.28),
+# ==================================================================================================
+# Part 1. One grid, a run, the table, and the differences
+# ==================================================================================================
+
+# ---- A grid --------------------------------------------------------------------------------------
+# headings(), below, explains the first word of a column. For the second word see watch and
+# behavior_stats (train, held-out), or train_rl (early, late, all, sum).
+
+BASIC = ["late reward", "held-out pass_rate", "held-out read_first", "held-out first_edit_right"]
+GRIDS = {}
+GRIDS["arms"] = dict(
+    what="one field of the default changed at a time",
+    steps=40,                           # of a run. Without this entry it is 80.
+    arms={
+        # name -> the fields of RLConfig that it changes. The first is what the others are compared
+        # with.
+        "default": {},
+        "scale none": dict(scale="none"),
+        "eps_high 0.28": dict(eps_high=0.28),
         "seq_mean_token_mean": dict(agg="seq_mean_token_mean"),
-        "dynamic sampling": dict(dynamic_sampling=True)},
-        columns="late reward,held-out,read 1st,1st right,tokens,clip %,zero adv,episodes,to .8 (ep)"),
-    "settings": dict(what="five gyms and base agents: where does reading get learned?", steps=80, arms={
-        "RL default": {}, "RL original": dict(rename=False, max_edits=None),
-        "plain original": dict(base="plain", rename=False, max_edits=None),
-        "plain renamed": dict(base="plain", max_edits=None), "plain one-edit": dict(base="plain")},
-        columns="train,held-out,read 1st,1st right,tr. right,tests,edits,turns,tokens,early reads,late reads,"
-                "early rew,late reward,early ent,late ent,base pass,base held,base reads,read right"),
-    "variants": dict(what="every preset", steps=40, arms=VARIANTS,
-                     columns="late reward,held-out,read 1st,1st right,tokens,clip %,kl_ref,entropy,episodes"),
-    "reuse": dict(what="the losses when a batch is used for 2, 8 and 32 updates", steps=30, arms={
-        f"{name} {updates} {lr:g}": dict(fields, agg=SEQ_MEAN, lr=lr, minibatches=parts, epochs=epochs)
-        for lr in (1e-3, 3e-4) for updates, (parts, epochs) in UPDATES.items()
-        for name, fields in LOSSES.items()}, compare=False,
-        columns="late reward,held-out,clip %,approx kl,max ratio,log r A>0,log r A<0,late ent"),
-    "passk": dict(what="pass@k before and after training", steps=80, measure="pass_at_k", compare=False,
-                  arms={"base agent": dict(steps=0), "default": {}, "maxrl": VARIANTS["maxrl"], "grpo": GRPO},
-        columns=",".join(f"{where}@{k}" for where in ("train", "held") for k in (1, 2, 4, 8, 16, 32, 64))),
-    "gradients": dict(what="noise and direction of the gradient by estimator", steps=30, compare=False, arms={
-        "base": dict(steps=0), "step 8": dict(steps=8), "step 30": dict(steps=30)}, measure="gradient_noise",
-        columns="snr,cos mean,cos unbiased"),
-    "groups": dict(what="large groups or many tasks, at 64 episodes", steps=80, measure="informative_groups",
-                   arms={"base agent": dict(steps=0), "trained": {}}, compare=False,
-                   columns="G=4,expect 4,G=8,expect 8,G=16,expect 16,pass rate,entropy"),
-    "zero": dict(what="groups of equal rewards kept, dropped, or replaced", steps=80, arms={
-        "kept": {}, "dropped": dict(filter_zero_adv=True), "replaced": dict(dynamic_sampling=True)},
-        columns="late reward,held-out,early zero,late zero,passed,failed,early epis.,late epis.,to .8 (ep),"
-                "to .8 (st)"),
-    "length": dict(what="lengths of passed and failed episodes by aggregation", steps=40, arms={
-        "token_mean": {}, "seq_mean_token_mean": dict(agg="seq_mean_token_mean"),
-        "seq_mean_token_sum": dict(agg="seq_mean_token_sum"),
-        "constant 24": dict(agg="constant", agg_constant=24.0)},
-        columns="tokens,early tok.,late tok.,pass tok.,fail tok.,turns,pass turns,fail turns,reads,held-out"),
-    "informed": dict(what="how rare informed play may be in the base agent", steps=80, arms={
-        f"1 in {2 * n + 1}": dict(base=("random", "blind") * n + ("oracle",)) for n in (4, 8, 16, 32)},
-        columns="base reads,read right,late reward,held-out,read 1st,1st right"),
-    "names": dict(what="random names from the training tasks only", steps=80, arms={
-        "all names": {}, "training names": dict(names="training")},
-        columns="late reward,train,held-out,read 1st,1st right"),
-    "kl": dict(what="weight and estimator of the KL term", steps=80, arms={"no KL": {}, **{
-        f"{kind} {coef}": dict(kl_kind=kind, kl_coef=coef)
-        for kind in ("k1", "k2", "k3") for coef in (0.01, 0.1, 1.0)}},
-        columns="late reward,held-out,read 1st,1st right,kl_ref,entropy"),
-    "gspo": dict(what="spread of an episode's ratio against its length", steps=20, measure="sequence_ratios",
-                 arms={"default": {}}, columns="episodes,rms log s,independent,in band", compare=False),
-}
+        "dynamic sampling": dict(dynamic_sampling=True),
+    },
+    columns=[
+        *BASIC, "all policy_tokens", "all turns", "all reads", "all clip_frac",
+        "all zero_adv_frac", "all episodes", "episodes to .8",
+    ],
+)
 
-def over(column, first=0, last=None):
-    """A function of a run: the mean of a column of its history over the steps first to last."""
-    return lambda run: mean(row[column] for row in run["history"][first:last])
 
-def at_end(which, column):
-    return lambda run: run[which][column]
+# ---- A run ---------------------------------------------------------------------------------------
 
-def until(what):
-    """Steps or episodes until the mean reward of five steps in a row reaches 0.8, nan if it never does."""
-    def measure(run):
-        rows = run["history"]
-        ends = [i for i in range(5, len(rows) + 1) if mean(row["reward"] for row in rows[i - 5:i]) >= 0.8]
-        end = min(ends, default=math.nan)
-        return end if what == "steps" or not ends else sum(row["episodes"] for row in rows[:end])
-    return measure
+TASK_SETS = {"train": TRAIN_TASKS, "held-out": HELDOUT_TASKS}
 
-# heading -> (a function of a run that returns a number, its decimals). train, tr. right: 8 attempts at each
-# training task after training. held-out, read 1st, 1st right, reads, tests, edits: the same for held-out
-# tasks. base ...: 16 attempts before training. early, late: the first and the last ten steps (the last twenty
-# for zero and epis.). The rest, also turns and tokens: all steps.
-COLUMNS = {
-    "train": (at_end("train", "pass_rate"), 2), "tr. right": (at_end("train", "first_edit_right"), 2),
-    "held-out": (at_end("heldout", "pass_rate"), 2), "read 1st": (at_end("heldout", "read_first"), 2),
-    "1st right": (at_end("heldout", "first_edit_right"), 2), "reads": (at_end("heldout", "reads"), 2),
-    "tests": (at_end("heldout", "tests"), 2), "edits": (at_end("heldout", "edits"), 2),
-    "base pass": (at_end("before", "pass_rate"), 2), "base held": (at_end("before_heldout", "pass_rate"), 2),
-    "base reads": (at_end("before", "read_first"), 2),
-    "read right": (at_end("before", "read_then_right"), 2),
-    "late reward": (over("reward", -10), 2), "early rew": (over("reward", 0, 10), 2),
-    "early reads": (over("reads", 0, 10), 2), "late reads": (over("reads", -10), 2),
-    "early ent": (over("entropy", 0, 10), 2), "late ent": (over("entropy", -10), 2),
-    "entropy": (over("entropy"), 2), "turns": (over("turns"), 2), "tokens": (over("policy_tokens"), 1),
-    "early tok.": (over("policy_tokens", 0, 10), 1), "late tok.": (over("policy_tokens", -10), 1),
-    "pass tok.": (over("tokens_pass"), 1), "fail tok.": (over("tokens_fail"), 1),
-    "pass turns": (over("turns_pass"), 2), "fail turns": (over("turns_fail"), 2),
-    "kl_ref": (over("kl_ref"), 2), "approx kl": (over("approx_kl"), 3),
-    "clip %": (lambda run: 100 * over("clip_frac")(run), 2), "zero adv": (over("zero_adv_frac"), 2),
-    "max ratio": (lambda run: max([row["ratio_max"] for row in run["history"] if row["ratio_max"] > 0],
-                                  default=math.nan), 1),
-    "log r A>0": (over("logratio_pos"), 1), "log r A<0": (over("logratio_neg"), 1),
-    "early zero": (over("zero_adv_frac", 0, 10), 2), "late zero": (over("zero_adv_frac", -20), 2),
-    "passed": (over("all_passed"), 2), "failed": (over("all_failed"), 2), "episodes": (over("episodes"), 0),
-    "early epis.": (over("episodes", 0, 10), 0), "late epis.": (over("episodes", -20), 0),
-    "to .8 (ep)": (until("episodes"), 0), "to .8 (st)": (until("steps"), 0)}
-
-def column(heading):
-    """(a function of a run that returns a number, its decimals)."""
-    measure, digits = COLUMNS.get(heading, (None, 3 if heading in ("snr", "rms log s", "independent") else 2))
-    return lambda run: measure(run) if "history" in run else run[heading], digits
-
-# ---- One run, in a worker process --------------------------------------------------------------------------
-def base_weights(seed, base):
-    """The weights of a base agent as numpy arrays, which can go from one process to another."""
-    torch.set_num_threads(1)
-    kinds = {"rl": ("random", "blind") * 4 + ("oracle",), "plain": ("random", "blind") * 4}
-    model = make_base_agent(build_tokenizer(), seed, kinds.get(base, base))
-    return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-
-def run_one(job, weights):
-    """One run of a grid in one thread. Returns its result, a dict that JSON can hold."""
-    torch.set_num_threads(1)
-    tok, cfg = build_tokenizer(), RLConfig(**job["config"])
-    model = Policy(len(tok))
-    model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in weights.items()})
-    return globals()[job["measure"]](model, tok, cfg, job)
-
-def training_names(task, cfg, rng):
-    """An env_factory that draws random names from the names of the training tasks only."""
-    return make_env(randomize_names(task, rng, [t["name"] for t in TRAIN_TASKS]), cfg, rng)
 
 def train_and_evaluate(model, tok, cfg, job):
-    def lengths(row, episodes):             # more columns for the history
-        for name, passed in (("pass", True), ("fail", False)):
-            some = [episode for episode in episodes if episode["env"].passed == passed]
-            row[f"tokens_{name}"] = mean(sum(episode["mask"]) for episode in some)
-            row[f"turns_{name}"] = mean(len(episode["calls"]) for episode in some)
-    before = {"before": evaluate(model, tok, TRAIN_TASKS, 16, cfg),
-              "before_heldout": evaluate(model, tok, HELDOUT_TASKS, 16, cfg)}
-    factory, train_cfg = None, cfg
-    if job["names"] == "training":
-        factory, train_cfg = training_names, replace(cfg, rename=False)
-    history = train_rl(model, tok, train_cfg, TRAIN_TASKS, env_factory=factory, on_step=lengths)
-    return {"history": history, **before, "train": evaluate(model, tok, TRAIN_TASKS, 8, cfg),
-            "heldout": evaluate(model, tok, HELDOUT_TASKS, 8, cfg)}
+    """Trains a base agent, and records what it does before, during and after the training.
 
-def pass_at_k(model, tok, cfg, job, n=128):
-    """pass@k, the probability that at least one of k attempts passes, for k up to 64.
+        base train, base held-out    before training, see watch
+        history                      a dict for each step, see train_rl
+        train, held-out              after training
 
-    From c passes in n attempts, 1 - C(n - c, k) / C(n, k) is an unbiased estimate (arXiv 2107.03374).
+    job describes the run, see part 3. Only its entry names matters here. Returns {name: row}. A row
+    becomes a line of the table. This function is one of several measurements, see part 2. Some of
+    them return several rows for a run, each with a name. This one returns one row without a name.
     """
-    train_rl(model, tok, cfg, TRAIN_TASKS)
-    result = {}
-    for where, tasks in (("train", TRAIN_TASKS), ("held", HELDOUT_TASKS)):
-        played = [sample_groups(model, tok, [task], n, cfg, step_generator(cfg.seed, -10 - i))
-                  for i, task in enumerate(tasks)]
-        counts = [sum(episode["env"].passed for episode in episodes) for episodes in played]
-        for k in (1, 2, 4, 8, 16, 32, 64):
-            result[f"{where}@{k}"] = mean(1 - math.comb(n - c, k) / math.comb(n, k) for c in counts)
-    return result
+    # an option of part 2, see EXTRA
+    factory = training_names if job["names"] == "training" else make_env
+    row = {}
+    for name, tasks in TASK_SETS.items():
+        row[f"base {name}"] = watch(model, tok, tasks, cfg)
+    row["history"] = train_rl(model, tok, cfg, TRAIN_TASKS, env_factory=factory)
+    for name, tasks in TASK_SETS.items():
+        row[name] = watch(model, tok, tasks, cfg)
+    return {"": row}
 
-# Estimators of the gradient, as fields of RLConfig. The first is unbiased: its mean is the policy gradient.
-UNBIASED = dict(baseline="leave_one_out", scale="none", agg="seq_mean_token_sum", agg_constant=24.0)
-ESTIMATORS = {
-    "leave_one_out, sum": UNBIASED,
-    **{f"baseline {name}": dict(UNBIASED, baseline=name) for name in ("group_mean", "length_weighted")},
-    **{f"scale {name}": dict(UNBIASED, scale=name) for name in ("group_std", "batch_std", "group_mean")},
-    **{f"agg {name}": dict(UNBIASED, agg=name) for name in ("token_mean", "seq_mean_token_mean", "constant")},
-    "default": {}, "grpo": dict(agg="seq_mean_token_mean")}
 
-def gradient_noise(model, tok, cfg, job, batches=60):
-    """How noisy and how biased is the gradient of one batch, under each estimator? A dict for each of them:
+def headings(row):
+    """The numbers of a row by their headings, as a dict.
 
-        snr            signal-to-noise ratio |E g|^2 / E|g - E g|^2. The estimate |mean g|^2 of |E g|^2 is
-                       too large by E|g - E g|^2 / batches, which is subtracted
-        cos mean       cosine between one batch's gradient and the mean of the other half of the batches
-        cos unbiased   cosine between its mean over one half and the first estimator's mean over the other
+        train reads          key `reads` of the entry `train`, and so on for the other entries
+        early reward         key `reward` of the history, mean of the first ten steps
+        late reward          its mean over the last ten steps
+        all reward           its mean over all steps
+        sum episodes         number of episodes of the run
+        episodes to .8       number of episodes until the mean reward of five steps is at least 0.8,
+                             inf if that never happens
     """
-    train_rl(model, tok, cfg, TRAIN_TASKS)
-    parameters, gradients = list(model.parameters()), []
-    for i in range(batches):
-        _, episodes = sample_step(model, tok, cfg, TRAIN_TASKS, step_generator(cfg.seed, 10_000 + i))
-        batch = collate(episodes)
-        logp, rows = token_logps(model, batch, cfg.temperature), []
-        for fields in ESTIMATORS.values():
-            part = replace(cfg, **fields)
-            per_token = -compute_advantages(episodes, part)[:, None] * logp
-            loss = aggregate_loss(per_token, batch["mask"], part.agg, part.agg_constant)
-            gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
-            rows.append(torch.cat([g.flatten() for g in gradient]))
-        gradients.append(torch.stack(rows))
-    g = torch.stack(gradients, dim=1)                                       # (estimators, batches, weights)
-    halves = (g[:, 0::2], g[:, 1::2])
-    means = [half.mean(dim=1) for half in halves]                               # (estimators, weights) each
-    cosine = torch.nn.functional.cosine_similarity
-    result = {}
-    for e, name in enumerate(ESTIMATORS):
-        noise = g[e].var(dim=0).sum()
-        signal = g[e].mean(dim=0).square().sum() - noise / batches
-        result[name] = {
-            "snr": (signal / noise).item(),
-            "cos mean": mean(cosine(halves[i][e], means[1 - i][e][None]).mean().item() for i in (0, 1)),
-            "cos unbiased": mean(cosine(means[i][e], means[1 - i][0], dim=0).item() for i in (0, 1))}
-    return {"rows": result}
+    if "history" not in row:            # other measurements have headings already
+        return row
+    numbers = {}
+    for entry in ("base train", "base held-out", "train", "held-out"):
+        for key, number in row[entry].items():
+            numbers[f"{entry} {key}"] = number
+    history = row["history"]
+    for part, steps in (("early", history[:10]), ("late", history[-10:]), ("all", history)):
+        for key in history[0]:
+            numbers[f"{part} {key}"] = mean(step[key] for step in steps)
+    episodes = np.cumsum([step["episodes"] for step in history])
+    numbers["sum episodes"] = episodes[-1]
+    numbers["episodes to .8"] = math.inf
+    for end in range(5, len(history) + 1):
+        if mean(step["reward"] for step in history[end - 5:end]) >= 0.8:
+            numbers["episodes to .8"] = episodes[end - 1]
+            break
+    return numbers
 
-def informative_groups(model, tok, cfg, job, draws=10):
-    """The share of groups whose rewards differ, for groups of 4, 8 and 16 and 64 episodes in all.
 
-    A task of pass rate p gives a group of equal rewards with probability p^G + (1 - p)^G. Here p is estimated
-    from 64 other attempts at each task.
+# ---- The table -----------------------------------------------------------------------------------
+
+
+def table_of(results, columns):
+    """Turns results[arm, seed][row name] into table[line][heading][seed], a number.
+
+    A line is an arm, or an arm and the name of one of its rows. For example,
+    table["default"]["late reward"][3] is the number of seed 3.
     """
-    train_rl(model, tok, cfg, TRAIN_TASKS)
-    apart = sample_groups(model, tok, TRAIN_TASKS, 64, cfg, step_generator(cfg.seed, -2))
-    rates = [mean(episode["reward"] for episode in apart[i:i + 64]) for i in range(0, len(apart), 64)]
-    logps = [logp for e in apart for logp, sampled in zip(e["logps"], e["mask"]) if sampled]
-    result = {"pass rate": mean(rates), "entropy": -mean(logps)}
+    table = {}
+    for (arm, seed), rows in results.items():
+        for name, row in rows.items():
+            numbers = headings(row)
+            line = table.setdefault(f"{arm}: {name}" if name else arm, {})
+            for heading in columns:
+                line.setdefault(heading, {})[seed] = numbers[heading]
+    return table
+
+
+def text(x, sign=""):
+    """A number as text, with up to three digits, or all those before the point."""
+    return f"{x:{sign}.0f}" if abs(x) >= 999.5 else f"{x:{sign}.3g}"
+
+
+def summary(values):
+    """The mean over seeds and the range as text. nan means that there was nothing to measure.
+
+    "3 of 5" in place of a range: only three runs reached the goal, and the others have inf. The
+    mean is that of these three.
+    """
+    values = [x for x in values if x == x]
+    reached = [x for x in values if x < math.inf]
+    if not reached:
+        return f"0 of {len(values)}" if values else "-"
+    if len(reached) < len(values):      # say so, because the mean flatters the arm
+        return f"{text(np.mean(reached))}  {len(reached)} of {len(values)}"
+    return f"{text(np.mean(values))}  {text(min(values))}..{text(max(values))}"
+
+
+def print_table(table, columns):
+    """Prints means and ranges over seeds, as many columns beside each other as fit on a screen."""
+    width = max(map(len, table), default=0)
+    per_block = max(1, (100 - width) // 27)
+    for first in range(0, len(columns), per_block):
+        block = columns[first:first + per_block]
+        print("\n" + " " * width + "".join(f" {heading:>26}" for heading in block))
+        for name, line in table.items():
+            cells = "".join(f" {summary(line[heading].values()):>26}" for heading in block)
+            print(f"{name:{width}}{cells}")
+
+
+# ---- The differences -----------------------------------------------------------------------------
+
+# The t of the head of this file, which is Student's t. It depends on the degrees of freedom, here
+# the number of pairs less 1. This list is for 1 to 7.
+T = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365]
+
+
+def t_interval(values):
+    """The mean of at least two values, and the half width of its 95% confidence interval."""
+    n = len(values)
+    freedom = n - 1
+    if freedom <= len(T):
+        t = T[freedom - 1]
+    else:                                               # a series, accurate to 0.001
+        t = 1.96 + 2.372 / freedom + 2.823 / freedom ** 2 + 2.556 / freedom ** 3
+    return np.mean(values), t * np.std(values, ddof=1) / math.sqrt(n)
+
+
+UNCLEAR = ["not distinguishable", "equal on every seed", "too few pairs"]
+
+
+def compare(ours, theirs):
+    """Two cells (seed -> number), seed by seed: (verdict, the differences)."""
+    seeds = [seed for seed in ours if seed in theirs]
+    never = [seed for seed in seeds if math.inf in (ours[seed], theirs[seed])]
+    if never:                           # to leave them out would flatter the arm that failed
+        return f"at least one of the two never reached it on seeds {never}", []
+    d = [ours[seed] - theirs[seed] for seed in seeds]
+    d = [x for x in d if x == x]
+    if len(d) < 3:
+        return "too few pairs", d
+    if not any(d):
+        return "equal on every seed", d
+    centre, half = t_interval(d)
+    if abs(centre) <= half:
+        return "not distinguishable", d
+    return "higher" if centre > 0 else "lower", d
+
+
+def print_differences(table, columns, show_all):
+    """Compares each line of the table with the first, as the head of this file explains."""
+    first, *others = table
+    print(f"\n{'minus ' + first:22}{'column':28}difference and 95% interval")
+    counts = Counter()
+    for name in others:
+        for heading in columns:
+            verdict, d = compare(table[name][heading], table[first][heading])
+            counts[verdict] += 1
+            interval = ""
+            if len(d) >= 3:
+                centre, half = t_interval(d)
+                interval = f"{text(centre, '+')}  {text(centre - half, '+')} to "
+                interval += text(centre + half, "+")
+            if show_all or verdict not in UNCLEAR:
+                print(f"{name:22}{heading:28}{interval:28} {verdict} ({len(d)} pairs)")
+    unclear, equal, few = [counts[verdict] for verdict in UNCLEAR]
+    seeds = len(table[first][columns[0]])
+    total = counts["higher"] + counts["lower"] + unclear
+    print(f"""
+{unclear} of {total} differences are not distinguishable from 0 with {seeds} seeds,
+{equal} are equal on every seed, and {few} have fewer than three pairs (--all shows these).
+If no arm had any effect, about {0.05 * total:.1f} intervals would exclude 0. The columns of one run
+are correlated, so such outliers come in clumps.""")
+
+
+# ==================================================================================================
+# Part 2. More grids and measurements. Skip these at first.
+# ==================================================================================================
+
+# ---- More grids ----------------------------------------------------------------------------------
+
+
+def with_oracle(n):
+    """One demonstration of informed play for every 2 n of uninformed play."""
+    return dict(kinds=("random", "blind") * n + ("oracle",))
+
+
+RL = with_oracle(4)                                     # the agents of make_rl_base
+PLAIN = {}                                              # and of make_base_agent
+
+# A grid may have `measure`, a key of MEASUREMENTS, and compare=False, if its arms should not be
+# compared with the first. Besides fields of RLConfig, an arm may have these entries. The values are
+# the defaults.
+EXTRA = {
+    "base": RL,             # the base agent, as arguments of make_base_agent
+    "train": True,          # False: do not train, and look at the base agent
+    "names": "all",         # training: random names come from the training tasks only
+}
+
+GRIDS["base"] = dict(
+    what="the base agents, and whether reading has an advantage for them",
+    steps=0,
+    measure="base_agent_stats",
+    arms={"plain": dict(base=PLAIN), "rl": {}},
+    columns=[
+        "pass_rate", "read_first", "read_then_right", "entropy", "adv_read", "adv_not_read",
+    ],
+)
+
+MEMORISE = dict(base=PLAIN, rename=False, max_edits=None)
+GRIDS["settings"] = dict(
+    what="five gyms and base agents: in which does the agent learn to read?",
+    arms={
+        # Named after what the agent does, or the role of the run. With random names it can't learn
+        # an edit for each name by heart. With one edit it can't stack edits until one fits.
+        "read": {},
+        "control": dict(rename=False, max_edits=None),
+        "memorise": MEMORISE,
+        "stack": dict(base=PLAIN, max_edits=None),
+        "stall": dict(base=PLAIN),
+    },
+    columns=[
+        "train pass_rate", "train first_edit_right", *BASIC, "held-out tests",
+        "held-out edits", "held-out same_calls", "all turns", "all policy_tokens", "early reads",
+        "late reads", "early reward", "early entropy", "late entropy", "base train pass_rate",
+        "base train read_first", "base train read_then_right", "base train entropy",
+        "base held-out pass_rate",
+    ],
+)
+
+# Without random names and a limit on edits, the plain agent can get stuck. A stack of edits repairs
+# 60% of the tasks, and once the policy has become certain of it, all attempts at the others fail.
+# Groups that fail as a whole have no gradient. What helps, and what does it cost?
+GRIDS["memorise"] = dict(
+    what="exploration that ends too early, and what helps",
+    arms={
+        "default": MEMORISE,
+        "groups of 16": dict(MEMORISE, group_size=16, prompts_per_step=4),
+        "eps_high 0.28": dict(MEMORISE, eps_high=0.28),
+        "maxrl": dict(MEMORISE, **VARIANTS["maxrl"]),
+        "temperature 1.3": dict(MEMORISE, temperature=1.3),
+        "160 steps": dict(MEMORISE, steps=160),
+        "long imitation": dict(MEMORISE, base=dict(batches=300)),
+    },
+    columns=[
+        "train pass_rate", "train unsolved", "held-out pass_rate", "late reward",
+        "late all_failed", "base train entropy", "early entropy", "late entropy", "sum episodes",
+    ],
+)
+
+GRIDS["variants"] = dict(
+    what="every preset of variants.py",
+    steps=40,
+    arms=VARIANTS,
+    columns=[
+        *BASIC, "all policy_tokens", "all clip_frac", "all kl_ref", "all entropy", "all episodes",
+    ],
+)
+
+# Each loss has a clip range of its own. If two losses differ, is it the loss or the range? So PPO's
+# clip is also run with the ranges of GSPO and GMPO, and CISPO and DPPO with ranges other than those
+# of their presets. GMPO keeps log r within 0.4 of 0, so r is between 0.67 and 1.49.
+LOSSES = {name: VARIANTS[name] for name in ("gspo", "gmpo", "cispo", "dppo", "sapo")}
+LOSSES.update({
+    "clip": {},
+    "clip like gspo": dict(eps_low=3e-4, eps_high=4e-4),
+    "clip like gmpo": dict(eps_low=0.33, eps_high=0.49),
+    "cispo 0.2": dict(ratio_level="cispo", eps_low=0.2),
+    "dppo 0.05": dict(ratio_level="dppo", eps_low=0.05, eps_high=0.05),
+    "dppo 0.3": dict(ratio_level="dppo", eps_low=0.3, eps_high=0.3),
+    "plain gradient": dict(ratio_level="none"),
+})
+
+
+def reuse_arms():
+    """All losses with all numbers of updates and two learning rates. agg is that of GSPO."""
+    arms = {}
+    for lr in (3e-4, 1e-3):
+        for minibatches, epochs in ((2, 1), (4, 2), (8, 4)):
+            for loss, changed in LOSSES.items():
+                arms[f"{loss} x{minibatches * epochs} lr {lr:g}"] = dict(
+                    changed,
+                    lr=lr,
+                    minibatches=minibatches,
+                    epochs=epochs,
+                    agg="seq_mean_token_mean",
+                )
+    return arms
+
+
+GRIDS["reuse"] = dict(
+    what="the losses when a batch is used for 2, 8 and 32 updates",
+    steps=30,
+    arms=reuse_arms(),
+    columns=[
+        "late reward", "held-out pass_rate", "all clip_frac", "all approx_kl", "all ratio_max",
+        "all logratio_pos", "all logratio_neg", "late entropy",
+    ],
+    compare=False,
+)
+
+KS = (1, 2, 4, 8, 16, 32, 64)                           # the k of pass@k
+GRIDS["passk"] = dict(
+    what="pass@k before and after training",
+    measure="pass_at_k",
+    arms={
+        "base agent": dict(train=False),
+        "default": {},
+        "maxrl": VARIANTS["maxrl"],
+        "grpo": GRPO,
+    },
+    columns=[f"train @{k}" for k in KS] + [f"held-out @{k}" for k in KS],
+)
+
+GRIDS["gradients"] = dict(
+    what="noise and direction of the gradient, by estimator",
+    steps=30,
+    measure="gradient_noise",
+    arms={"base": dict(train=False), "step 8": dict(steps=8), "step 30": {}},
+    columns=["snr", "cosine"],
+)
+
+GRIDS["zero"] = dict(
+    what="groups of equal rewards: how many there are, and what to do with them",
+    arms={
+        "kept": {},
+        "dropped": dict(filter_zero_adv=True),
+        "replaced": dict(dynamic_sampling=True),
+    },
+    columns=[
+        "late reward", "held-out pass_rate", "early zero_adv_frac", "late zero_adv_frac",
+        "all all_passed", "all all_failed", "early episodes", "late episodes", "episodes to .8",
+        "base train differ_4", "base train differ_8", "base train differ_16",
+        "train differ_4", "train differ_8", "train differ_16",
+    ],
+)
+
+GRIDS["informed"] = dict(
+    what="rarer informed play in the base agent, or fewer random names in training",
+    arms={
+        "1 in 9": {},
+        "1 in 17": dict(base=with_oracle(8)),
+        "1 in 33": dict(base=with_oracle(16)),
+        "1 in 65": dict(base=with_oracle(32)),
+        "training names": dict(names="training"),
+    },
+    columns=["base train read_first", "base train read_then_right", "train pass_rate", *BASIC],
+)
+
+
+def kl_arms():
+    """Three estimators of the KL term with three weights, and no KL term."""
+    arms = {"no KL": {}}
+    for kind in ("k1", "k2", "k3"):
+        for coef in (0.01, 0.1, 1.0):
+            arms[f"{kind} {coef}"] = dict(kl_kind=kind, kl_coef=coef)
+    return arms
+
+
+GRIDS["kl"] = dict(
+    what="weight and estimator of the KL term",
+    arms=kl_arms(),
+    columns=[*BASIC, "all kl_ref", "all entropy"],
+)
+
+GRIDS["ratio_spread"] = dict(
+    what="GSPO's ratio of an episode: how widely it spreads, by length of the episode",
+    steps=20,
+    measure="ratio_spread",
+    arms={"default": dict(minibatches=1)},
+    columns=["mean log_s", "rms log_s", "independent"],
+)
+
+
+# ---- More measurements ---------------------------------------------------------------------------
+# A measurement gets the base agent, may train it, and returns rows: name -> dict of numbers.
+
+
+def training_names(task, cfg, rng):
+    """An env_factory that draws the random names from those of the training tasks."""
+    names = [other["name"] for other in TRAIN_TASKS if other["name"] != task["name"]]
+    if cfg.rename:                      # once more: it may have got a held-out name
+        task = randomize_names(task, rng, names)
+    return make_env(task, cfg, rng)
+
+
+def watch(model, tok, tasks, cfg, n=16):
+    """What an agent does in n attempts at each task: behavior_stats and more, as a dict.
+
+        entropy         of the policy, in nats: the mean of -log p over the tokens that it sampled
+        unsolved        number of tasks that no attempt passes
+        same_calls      share of attempts whose calls are of the same kinds, in the same order, as
+                        those of the most common attempt
+        adv_read        mean advantage of the attempts that read
+        adv_not_read    mean advantage of those that did not
+        counts          how many attempts at each task passed
+        differ_8        share of groups of 8 attempts whose rewards differ, also for 4 and 16
+
+    Here the advantage of an attempt is its reward minus the mean reward of all attempts at its
+    task. If reading has no advantage, RL has no reason to do it more often.
+    """
+    episodes = sample_groups(model, tok, tasks, n, cfg, step_generator(cfg.seed, -1))
+    passed = np.array([episode["env"].passed for episode in episodes])  # (tasks * n,)
+    counts = passed.reshape(-1, n).sum(axis=1).tolist()
+    advantage = passed - np.repeat(counts, n) / n                       # (tasks * n,)
+    has_read = np.array([["read"] in episode["calls"] for episode in episodes])
+    tokens = sum(sum(episode["mask"]) for episode in episodes)
+    logps = sum(sum(episode["logps"]) for episode in episodes)
+    kinds = Counter()
+    for episode in episodes:
+        kinds[", ".join(" ".join(call[:1]) for call in episode["calls"])] += 1
+    stats = {
+        **behavior_stats(episodes),
+        "entropy": -logps / tokens,
+        "unsolved": counts.count(0),
+        "counts": counts,
+        "same_calls": max(kinds.values()) / len(episodes),
+        "adv_read": mean(advantage[has_read]),
+        "adv_not_read": mean(advantage[~has_read]),
+    }
     for G in (4, 8, 16):
-        differ, part = [], replace(cfg, group_size=G, prompts_per_step=64 // G)
-        for draw in range(draws):
-            _, episodes = sample_step(model, tok, part, TRAIN_TASKS, step_generator(cfg.seed, -100 - draw))
-            differ += [not no_signal(episodes[i:i + G]) for i in range(0, 64, G)]
-        result[f"G={G}"], result[f"expect {G}"] = mean(differ), mean(1 - p ** G - (1 - p) ** G for p in rates)
-    return result
+        stats[f"differ_{G}"] = mean(rewards_differ(c, n, G) for c in counts)
+    return stats
 
-def sequence_ratios(model, tok, cfg, job):
-    """How far does GSPO's ratio s of an episode move in one update, by the number of its policy tokens?
 
-    Each step updates on one half of the episodes and looks at the other half. If the log-ratios of its n
-    tokens were independent, the root mean square of log s would be that of log r divided by sqrt(n).
+def rewards_differ(c, n, G):
+    """The probability that of G attempts some pass and some fail, if c of n attempts passed.
+
+    In every group some pass, or some fail, or both. So P(some pass) + P(some fail) - P(both) = 1.
+    Like pass@k the estimate is unbiased, which means right on average. The obvious
+    1 - p^G - (1 - p)^G with p = c / n is too low on average.
     """
-    optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr, betas=(0.9, 0.95))
-    seen = []                                                   # (policy tokens, log s, sum of squared log r)
-    for step in range(cfg.steps):
-        generator = step_generator(cfg.seed, step)
-        _, episodes = sample_step(model, tok, cfg, TRAIN_TASKS, generator)
-        middle = len(episodes) // 2
-        batch = collate(episodes[middle:])
-        with torch.no_grad():
-            old = token_logps(model, batch, cfg.temperature)
-        rl_update(model, optimizer, episodes[:middle], replace(cfg, minibatches=1), generator)
-        with torch.no_grad():
-            log_r = token_logps(model, batch, cfg.temperature) - old                        # (B, T)
-        n = batch["mask"].sum(dim=1)
-        seen += torch.stack((n, log_r.sum(dim=1) / n, log_r.square().sum(dim=1)), dim=1).tolist()
-    result = {}
-    for low, high in ((1, 7), (8, 10), (11, 13), (14, 17), (18, 99)):
-        rows = [row for row in seen if low <= row[0] <= high]
-        result[f"{low} to {high} tokens"] = {
-            "episodes": len(rows), "rms log s": math.sqrt(mean(row[1] ** 2 for row in rows)),
-            "independent": math.sqrt(mean(row[2] / row[0] ** 2 for row in rows)),
-            "in band": mean(math.log(1 - 3e-4) <= row[1] <= math.log(1 + 4e-4) for row in rows)}
-    return {"rows": result}
+    return any_passed(c, n, G) + any_passed(n - c, n, G) - 1
 
-# ---- All runs of a grid, on one pool of processes ----------------------------------------------------------
-WORKERS = (base_weights, run_one, training_names, train_and_evaluate, pass_at_k, gradient_noise,
-           informative_groups, sequence_ratios)
+
+def base_agent_stats(model, tok, cfg, job):
+    """What the base agent does in 16 attempts at each task, in the default gym."""
+    return {name: watch(model, tok, tasks, cfg) for name, tasks in TASK_SETS.items()}
+
+
+def any_passed(c, n, k):
+    """pass@k of a task of which c of n attempts passed, see pass_at_k."""
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def pass_at_k(model, tok, cfg, job, n=64):
+    """pass@k, the probability that at least one of k attempts passes: a mean over tasks.
+
+    pass@1 is the pass rate. pass@k for a large k shows what the agent can do at all. RL may raise
+    the first and lower the second, because it makes the agent more certain. But there are only five
+    ops here: even guessing among them has a pass@64 of about 1. Only tasks that need several right
+    choices in a row could show an ability that guessing does not have.
+
+    If c of n attempts passed, C(n - c, k) of the C(n, k) ways to choose k attempts choose failed
+    ones only. So 1 - C(n - c, k) / C(n, k) is an unbiased estimate (arXiv 2107.03374). The obvious
+    1 - (1 - c / n)^k is too low on average.
+    """
+    train_rl(model, tok, cfg, TRAIN_TASKS)
+    row = {}
+    for where, tasks in TASK_SETS.items():
+        counts = watch(model, tok, tasks, cfg, n)["counts"]
+        for k in KS:
+            row[f"{where} @{k}"] = mean(any_passed(c, n, k) for c in counts)
+    return {"": row}
+
+
+# Estimators of the gradient, as fields of RLConfig. The first is unbiased: on average it is the
+# policy gradient. The next five change one thing about it.
+UNBIASED = dict(baseline="leave_one_out", scale="none", agg="seq_mean_token_sum")
+ESTIMATORS = {
+    "unbiased": UNBIASED,
+    "baseline length_weighted": dict(UNBIASED, baseline="length_weighted"),
+    "scale group_std": dict(UNBIASED, scale="group_std"),
+    "scale group_mean": dict(UNBIASED, scale="group_mean"),
+    "agg token_mean": dict(UNBIASED, agg="token_mean"),
+    "agg seq_mean_token_mean": dict(UNBIASED, agg="seq_mean_token_mean"),
+}
+
+
+def gradient_noise(model, tok, cfg, job, batches=40):
+    """How noisy and how biased is the gradient g of one batch? A row for each estimator.
+
+        snr       signal-to-noise ratio: the squared length of the mean gradient, divided by the
+                  noise. The noise is the mean squared distance of one batch's g from that mean. The
+                  mean of a few batches still contains some of it. This makes the squared length too
+                  large, by noise / batches on average, which the code subtracts
+        cosine    between this estimator's mean g over the even batches, and the mean g of
+                  "unbiased" over the odd ones. If both used the same batches, their common noise
+                  would make them look alike
+
+    The rows "all" use every episode. The rows "matched" use as many passed as failed episodes of
+    each length. If two estimators differ in "all" and agree in "matched", it is the different
+    lengths of passed and failed episodes that set them apart. But "matched" also has equal numbers
+    of passed and failed episodes. To check that the agreement does not come from this alone, the
+    rows "balanced" have equal numbers too, of any lengths.
+    """
+    train_rl(model, tok, cfg, TRAIN_TASKS)
+    gradients = {}                      # (episodes, estimator) -> one g per batch
+    for i in range(batches):
+        generator = step_generator(cfg.seed, 10_000 + i)
+        episodes = sample_batch(model, tok, cfg, TRAIN_TASKS, generator)
+        batch = collate(episodes)
+        logp = token_logps(model, batch, cfg.temperature)               # (N, T)
+        on = batch["mask"]                                              # (N, T)
+        lengths = on.sum(dim=1)                                         # (N,)
+        masks = {
+            "all": on,
+            "balanced": on & same_lengths(episodes, 0 * lengths),
+            "matched": on & same_lengths(episodes, lengths),
+        }
+        for choice, mask in masks.items():
+            for name, changed in ESTIMATORS.items():
+                own = replace(cfg, **changed)
+                A = compute_advantages(episodes, own)                   # (N,), of whole groups
+                loss = aggregate_loss(-A[:, None] * logp, mask, own.agg)
+                g = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+                g = torch.nn.utils.parameters_to_vector(g)              # (weights,)
+                gradients.setdefault((choice, name), []).append(g)
+    rows = {}
+    for (choice, name), g in gradients.items():
+        g = torch.stack(g)                                              # (batches, weights)
+        unbiased = torch.stack(gradients[choice, "unbiased"])
+        noise = g.var(dim=0).sum()
+        signal = g.mean(dim=0).square().sum() - noise / batches
+        cosine = torch.cosine_similarity(g[::2].mean(dim=0), unbiased[1::2].mean(dim=0), dim=0)
+        rows[f"{choice}, {name}"] = {"snr": (signal / noise).item(), "cosine": cosine.item()}
+    return rows
+
+
+def same_lengths(episodes, lengths):
+    """Chooses as many passed as failed episodes of each length: (N, 1) bool.
+
+    The kind of an episode is its length and whether it passed. If its length has p passed and f
+    failed ones, the first min(p, f) of each kind are chosen.
+    """
+    passed = torch.tensor([episode["env"].passed for episode in episodes])
+    same_length = lengths[:, None] == lengths                           # (N, N)
+    p = (same_length & passed).sum(dim=1)                               # (N,)
+    f = (same_length & ~passed).sum(dim=1)                              # (N,)
+    same_kind = same_length & (passed[:, None] == passed)               # (N, N)
+    earlier = same_kind.tril(-1).sum(dim=1)             # (N,) how many of its kind precede it
+    return (earlier < torch.minimum(p, f))[:, None]
+
+
+def ratio_spread(model, tok, cfg, job):
+    """How far does GSPO's ratio s of an episode move in one update? A row for a range of lengths.
+
+    The episodes are new ones, sampled by the policy as it was before the update.
+
+        mean log_s    log s is the mean of an episode's n log-ratios
+        rms log_s     its root mean square
+        independent   what rms log_s would be if an episode's log-ratios were independent and had
+                      the mean 0. Such numbers partly cancel: a typical mean of n of them is sqrt(n)
+                      times smaller than a typical single one
+    """
+    before = deepcopy(model)
+    seen = []                           # n, log s, and the sum of squared log r / n^2
+
+    def on_step(row, episodes):
+        generator = step_generator(cfg.seed, 10_000 + row["step"])
+        batch = collate(sample_batch(before, tok, cfg, TRAIN_TASKS, generator))
+        after, _ = frozen_logps(model, batch, cfg.temperature)          # (B, T)
+        log_r = after - batch["logps"]
+        n = batch["mask"].sum(dim=1)                                    # (B,)
+        seen.append(torch.stack([n, log_r.sum(dim=1) / n, log_r.square().sum(dim=1) / n ** 2]))
+        before.load_state_dict(model.state_dict())
+
+    train_rl(model, tok, cfg, TRAIN_TASKS, on_step=on_step)
+    n, log_s, apart = torch.cat(seen, dim=1).double().numpy()           # (episodes,) each
+    rows = {}
+    for shortest, longest in ((1, 7), (8, 10), (11, 13), (14, 17), (18, 99)):
+        some = (shortest <= n) & (n <= longest)
+        rows[f"{shortest} to {longest} tokens"] = {
+            "mean log_s": mean(log_s[some]),
+            "rms log_s": mean(log_s[some] ** 2) ** 0.5,
+            "independent": mean(apart[some]) ** 0.5,
+        }
+    return rows
+
+
+MEASUREMENTS = {
+    "train_and_evaluate": train_and_evaluate,
+    "base_agent_stats": base_agent_stats,
+    "pass_at_k": pass_at_k,
+    "gradient_noise": gradient_noise,
+    "ratio_spread": ratio_spread,
+}
+
+
+# ==================================================================================================
+# Part 3. Processes, files and the command line. Nothing here is about RL.
+# ==================================================================================================
+
+# ---- Jobs ----------------------------------------------------------------------------------------
+# A job is a dict of plain values that describes a run completely. It goes to a worker process, and
+# with the result into the file of --out.
+
+
+def make_jobs(parser, grid_name, arms, seeds, given):
+    """A job for each arm and seed. given has the fields of RLConfig from the command line."""
+    grid = GRIDS[grid_name]
+    default = {**vars(RLConfig()), "steps": grid.get("steps", 80), "eval_every": 0}
+    jobs = []
+    for arm in arms:
+        changed = {**EXTRA, **grid["arms"][arm]}
+        extra = {name: changed.pop(name) for name in EXTRA}
+        # A flag may not contradict an arm. A field that an arm sets to its default value does not
+        # count: presets name such fields too.
+        for name, value in changed.items():
+            if name in given and value != default[name]:
+                parser.error(f"argument --{name}: the arm {arm!r} sets it to {value!r}")
+        settings = {**default, **changed, **given}
+        if not extra["train"]:
+            settings["steps"] = 0
+        for seed in seeds:
+            jobs.append({
+                "grid": grid_name,
+                "arm": arm,
+                "seed": seed,
+                **extra,
+                "measure": grid.get("measure", "train_and_evaluate"),
+                "config": asdict(config_from(parser, {**settings, "seed": seed})),
+            })
+    return jobs
+
 
 @cache
 def versions():
-    """A hash of the code that decides a run, and the versions of torch and numpy. All are part of the key."""
-    text = "".join(inspect.getsource(function) for function in WORKERS) + repr(ESTIMATORS)
-    for name in ("env.py", "agent.py", "variants.py", "grpo.py"):
-        with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), name), encoding="utf-8") as file:
-            text += file.read()
-    return {"code": hashlib.sha256(text.encode()).hexdigest()[:12], "torch": torch.__version__,
-            "numpy": numpy.__version__}
+    """A hash of the code (with its comments), and the versions of the packages."""
+    modules = ("env", "agent", "grpo", "variants")
+    # Of this file only what decides a result. A new column keeps old runs valid.
+    functions = (training_names, watch, any_passed, rewards_differ, same_lengths)
+    text = repr([ESTIMATORS, KS])
+    for part in (*map(sys.modules.get, modules), *functions, *MEASUREMENTS.values()):
+        text += inspect.getsource(part)
+    return {
+        "code": hashlib.sha256(text.encode()).hexdigest()[:12],
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
 
-def jobs_of(grid, arms, seeds, parser, args):
-    """The runs of a grid, each a dict of plain values. An arm's own fields win over those given as flags."""
-    jobs = []
-    for arm in arms:
-        fields = dict(GRIDS[grid]["arms"][arm])
-        base, names = fields.pop("base", "rl"), fields.pop("names", "all")
-        for seed in seeds:
-            given = argparse.Namespace(**{**vars(args), **fields, "seed": seed})
-            cfg = config_from(parser, given, steps=GRIDS[grid]["steps"], eval_every=0)
-            jobs.append({"measure": GRIDS[grid].get("measure", "train_and_evaluate"), "config": asdict(cfg),
-                         "arm": arm, "seed": seed, "base": base, "names": names})
-    return jobs
 
-def key_of(job):
-    """Two runs with the same key are the same run. The arm's name does not matter."""
-    return json.dumps({**job, "arm": None, **versions()}, sort_keys=True)
+def identity(record):
+    """What identifies a run, as text. The names of the grid and of the arm do not matter."""
+    record = {"versions": versions(), **record}         # a job has no versions: take ours
+    return to_json([record.get(name) for name in ("versions", "measure", "config", *EXTRA)])
 
-BASE_SECONDS = 5
 
-def seconds_of(job):
-    """About how long a run takes, without its base agent, on the machine of the README's figures."""
-    cfg = job["config"]
-    update = 0.05 * cfg["epochs"] * (2 if cfg["kl_coef"] else 1) + 0.002 * cfg["epochs"] * cfg["minibatches"]
-    sample = 0.07 * (2 if cfg["dynamic_sampling"] else 1)
-    return cfg["steps"] * (sample + update) + {"pass_at_k": 15, "gradient_noise": 20}.get(job["measure"], 3)
+# ---- Finished runs in a file: one JSON object per line -------------------------------------------
 
-def swap(value, old, new):
-    """Nested dicts and lists with nan in place of None, or None in place of nan, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: swap(part, old, new) for name, part in value.items()}
-    if isinstance(value, list):
-        return [swap(part, old, new) for part in value]
-    return new if value is old or (value != value and old != old) else value
+START = '{"grid":'                                      # how each line begins
 
-def read_results(path):
-    """{key: result} of a file of --out. A line that a kill tore is skipped. ValueError for other files."""
-    results, text = {}, ""
-    if os.path.exists(path):
-        with open(path, encoding="utf-8", errors="replace") as file:
-            text = file.read()
-    for number, line in enumerate(text.splitlines(), 1):
+
+def to_json(record):
+    """JSON has no nan and no inf, so null stands for them."""
+    return re.sub("NaN|-?Infinity", "null", json.dumps(record))
+
+
+def null_to_nan(entries):
+    return {name: math.nan if x is None else x for name, x in entries.items()}
+
+
+def parse_records(text, path):
+    """The records in the text of a file. Lines cut off when a run was killed are skipped.
+
+    Raises ValueError for a file of another kind.
+    """
+    records = []
+    for line in text.split("\n"):
+        if not START.startswith(line[:len(START)]):     # a line may be cut off within START
+            raise ValueError(f"{path}: ablate.py did not write the line {line[:40]!r}")
         try:
-            record = json.loads(line)
-            results[record["key"]] = swap(record["result"], None, math.nan)
-        except (ValueError, TypeError, KeyError):
-            if not '{"key": '.startswith(line[:8]):
-                raise ValueError(f"has no result of this script in line {number}") from None
-    with open(path, "a", encoding="utf-8") as file:             # it can be written
-        file.write("" if text.endswith("\n") or not text else "\n")    # and the next result begins a line
-    return results
+            records.append(json.loads(line, object_hook=null_to_nan))
+        except ValueError:
+            continue
+    return records
 
-def run_jobs(jobs, n_jobs, out=None, known=()):
-    """Runs all jobs that are not known. Returns ({(arm, seed): result}, list of failures, interrupted)."""
-    done = {(job["arm"], job["seed"]): known[key_of(job)] for job in jobs if key_of(job) in known}
-    todo = [job for job in jobs if (job["arm"], job["seed"]) not in done]
-    if done:
-        print(f"{len(done)} of {len(jobs)} runs are in {out}", flush=True)
-    bases, finished, started = {(job["seed"], job["base"]) for job in todo}, 0, time.perf_counter()
-    total = len(bases) * BASE_SECONDS + sum(map(seconds_of, todo))
-    weights, failed, interrupted = {}, [], False
-    def progress(doing):
-        seconds = time.perf_counter() - started
-        left = f"about {seconds / finished * (total - finished):.0f} s left" if finished else ""
-        print(f"\r{doing}, {seconds:.0f} s, {left}".ljust(79), end="", file=sys.stderr, flush=True)
-    pool = ProcessPoolExecutor(n_jobs, mp_context=get_context("spawn"))
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def read_runs(file):
+    """The finished runs of a file opened with "a+": identity -> result."""
+    file.seek(0)
+    text = file.read()
+    records = parse_records(text, file.name)
+    if text and not text.endswith("\n"):                # the next run gets a line of its own
+        file.write("\n")
+    return {identity(record): record["result"] for record in records}
+
+
+# ---- Processes -----------------------------------------------------------------------------------
+
+
+def save_base(seed, base, path):
+    """Makes a base agent and writes it to a file. Runs in a worker process."""
+    tok = build_tokenizer()
+    save_policy(make_base_agent(tok, seed, **base), tok, {}, path)
+
+
+def run_job(job_and_path):
+    """One run, from the base agent in a file. Runs in a worker process.
+
+    Returns the job and its rows, or None if it failed, so that the other runs go on.
+    """
+    job, path = job_and_path
+    tok = build_tokenizer()
     try:
-        futures = {pool.submit(base_weights, *base): base for base in sorted(bases, key=str)}
-        for future in as_completed(futures):
-            weights[futures[future]] = future.result()
-            finished += BASE_SECONDS
-            progress(f"{len(weights)} of {len(bases)} base agents")
-        futures = {pool.submit(run_one, job, weights[job["seed"], job["base"]]): job for job in todo}
-        for number, future in enumerate(as_completed(futures), 1):
-            job = futures[future]
-            try:
-                done[job["arm"], job["seed"]] = result = future.result()
-                if out:
-                    line = json.dumps({"key": key_of(job), "result": swap(result, math.nan, None)})
-                    with open(out, "a", encoding="utf-8") as file:
-                        file.write(line + "\n")
-            except Exception as error:
-                failed.append(f"arm {job['arm']}, seed {job['seed']}: {error!r}")
-            finished += seconds_of(job)
-            progress(f"{number} of {len(todo)} runs")
-    except KeyboardInterrupt:
-        interrupted = True
-        for process in list((pool._processes or {}).values()):
-            process.terminate()                 # there is no public way to stop a run that has begun
+        measure = MEASUREMENTS[job["measure"]]
+        return job, measure(load_policy(tok, path), tok, RLConfig(**job["config"]), job)
     except Exception as error:
-        failed.append(f"a worker process or a base agent: {error!r}")
-    signal.signal(signal.SIGINT, handler)
-    pool.shutdown(wait=not interrupted, cancel_futures=True)
-    print(file=sys.stderr)
-    return done, failed, interrupted
+        print(f"\narm {job['arm']}, seed {job['seed']} failed: {error!r}", file=sys.stderr)
+        return job, None
 
-def expand(done, arms):
-    """A result with rows becomes one arm for each row. Returns the new (done, arms)."""
-    for arm, seed in [key for key in done if "rows" in done[key]]:
-        for name, row in done.pop((arm, seed))["rows"].items():
-            done[f"{arm}: {name}", seed] = row
-    names = list(dict.fromkeys(arm for arm, _ in done))
-    return done, sorted(names, key=lambda name: next(i for i, arm in enumerate(arms) if name.startswith(arm)))
 
-# ---- Tables ------------------------------------------------------------------------------------------------
-T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
-         2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048,
-         2.045, 2.042]                                      # for 1 to 30 degrees of freedom
-
-def t_interval(values):
-    """(mean, half width) of the 95% confidence interval of a mean, by Student's t. nan for fewer than two.
-    Beyond 30 degrees of freedom, 1.96 + 2.45 / df is the quantile to 0.001."""
-    n, centre = len(values), mean(values)
-    if n < 2:
-        return centre, math.nan
-    deviation = math.sqrt(sum((value - centre) ** 2 for value in values) / (n - 1))
-    return centre, (T_975[n - 2] if n <= 31 else 1.96 + 2.45 / (n - 1)) * deviation / math.sqrt(n)
-
-def print_table(done, arms, seeds, columns):
-    """A line of means and a line of ranges for each arm, in as many blocks as fit into 100 characters."""
-    label = max(map(len, [*arms, "mean; range"])) + 1
-    per_block = max((100 - label) // 13, 1)
-    for first in range(0, len(columns), per_block):
-        block = columns[first:first + per_block]
-        print("\n" + "mean; range".ljust(label) + "".join(f"{heading:>13}" for heading in block))
-        for arm in arms:
-            runs, means, ranges = [done[arm, seed] for seed in seeds if (arm, seed) in done], "", ""
-            for heading in block:
-                measure, digits = column(heading)
-                values = [value for value in map(measure, runs) if value == value]
-                low, middle, high = (f"{x:.{digits}f}" if abs(x) < 1e3 or not digits else f"{x:.0e}" for x in
-                                     (min(values, default=0), mean(values), max(values, default=0)))
-                means += f"{middle if values else '-':>13}"
-                span = f"{low}..{high}" if len(values) == len(runs) else f"{len(values)} of {len(runs)}"
-                ranges += f" {span:>12}"
-            print(f"{arm:{label}}{means}\n{f'  {len(runs)} seeds':{label}}{ranges}")
-
-def print_differences(done, arms, seeds, columns, show_all):
-    """Differences from the first arm, seed by seed. Those within seed noise are counted only."""
-    if len(seeds) < 3:
-        return print("\nno differences: with fewer than three seeds they say nothing")
-    rows, compared, noise = [], 0, 0
-    for arm in arms[1:]:
-        both = [seed for seed in seeds if (arm, seed) in done and (arms[0], seed) in done]
-        for heading in columns:
-            measure, digits = column(heading)
-            pairs = [measure(done[arm, seed]) - measure(done[arms[0], seed]) for seed in both]
-            pairs = [pair for pair in pairs if pair == pair]
-            if len(pairs) < 3 or not any(pairs):        # equal on every seed
+def run_jobs(jobs, processes, out=None):
+    """Runs what the file out does not have, and appends it. Returns (arm, seed) -> rows."""
+    known = read_runs(out) if out else {}
+    todo = {identity(job): job for job in jobs if identity(job) not in known}
+    context = multiprocessing.get_context("spawn")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)        # workers inherit it: they ignore Ctrl-C
+    pool = context.Pool(processes, torch.set_num_threads, (1,))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Ctrl-C leaves this block. Then the pool is terminated first, and the folder is deleted.
+    with tempfile.TemporaryDirectory() as folder, pool:
+        bases, runs = {}, []                            # arms share the base agents
+        for job in todo.values():
+            base = to_json([job["seed"], job["base"]])
+            path = os.path.join(folder, f"{hash(base)}.pt")
+            bases[base] = job["seed"], job["base"], path
+            runs.append((job, path))
+        pool.starmap(save_base, bases.values(), chunksize=1)
+        for number, (job, rows) in enumerate(pool.imap_unordered(run_job, runs), 1):
+            print(f"\r{number} of {len(runs)} runs", end="", file=sys.stderr, flush=True)
+            if rows is None:
                 continue
-            (centre, half), compared = t_interval(pairs), compared + 1
-            verdict = "within seed noise" if abs(centre) <= half else "higher" if centre > 0 else "lower"
-            noise += abs(centre) <= half
-            if show_all or abs(centre) > half:
-                between = f"{centre - half:+.{digits + 1}f} to {centre + half:+.{digits + 1}f}"
-                rows.append(f"{arm:22}{heading:13}{centre:+10.{digits + 1}f}{between:>24}   {verdict}")
-    print(f"\n{f'minus {arms[0]}':22}{'column':13}{'difference':>10}{'95% interval':>24}")
-    print("\n".join(rows + [f"{noise} of {compared} differences are within seed noise. If no arm had any "
-                            f"effect, about {0.05 * compared:.0f} would be outside."]))
+            line = to_json({**job, "versions": versions(), "result": rows})
+            known[identity(job)] = parse_records(line, "")[0]["result"]     # as from the file
+            if out:
+                print(line, file=out, flush=True)
+    found = [job for job in jobs if identity(job) in known]
+    return {(job["arm"], job["seed"]): known[identity(job)] for job in found}
 
-# ---- Figures -----------------------------------------------------------------------------------------------
-COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000"]
 
-def new_figure(panels, width=9, height=2.8, **sharing):
-    """(figure, list of axes). Made without pyplot, so that it needs no display and no backend."""
-    os.environ["MPLBACKEND"] = "agg"                        # a notebook may have left another one
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(1, panels, squeeze=False, **sharing)[0]
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+def usable_cores():
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
-def smoothed(values, window=3):
-    """(steps, running means) over at most window steps."""
-    values = list(values) or [math.nan]
-    window = min(window, len(values))
-    sums = numpy.convolve(numpy.array(values, dtype=float), numpy.ones(window) / window, "valid")
-    return numpy.arange(len(sums)) + window / 2 + 0.5, sums
 
-def band(axis, runs, key, color, label):
-    """The mean over the runs of a column of their histories, with their range."""
-    curves = numpy.array([smoothed([row[key] for row in run["history"]])[1] for run in runs])
-    steps = smoothed([row[key] for row in runs[0]["history"]])[0]
-    axis.fill_between(steps, curves.min(axis=0), curves.max(axis=0), color=color, alpha=0.2, linewidth=0)
-    axis.plot(steps, curves.mean(axis=0), color=color, label=label, marker="o" if len(steps) < 5 else None)
+# ---- Command line --------------------------------------------------------------------------------
 
-def draw_bars(arms, columns, done, seeds):
-    """Each arm's mean as a bar and its seeds as dots, one panel a column."""
-    figure, axes = new_figure(len(columns), height=0.8 + 0.28 * len(arms), sharey=True)
-    for axis, heading in zip(axes, columns):
-        for y, arm in enumerate(arms):
-            values = [column(heading)[0](done[arm, seed]) for seed in seeds if (arm, seed) in done]
-            axis.barh(y, numpy.nan_to_num(mean(values)), color=COLORS[0], height=0.6, alpha=0.7)
-            axis.plot(values, [y] * len(values), "o", color="black", markersize=2.5, alpha=0.6)
-        axis.set(xlabel=heading, yticks=range(len(arms)), yticklabels=arms)
-    axes[0].invert_yaxis()
-    return figure
 
-def draw_arms(arms, columns, done, seeds):
-    """The reward over the steps, each arm beside the first."""
-    runs = {arm: [done[arm, seed] for seed in seeds if (arm, seed) in done] for arm in arms}
-    figure, axes = new_figure(max(len(arms) - 1, 1), height=2.6, sharey=True)
-    for axis, arm in zip(axes, arms[1:] or arms):
-        band(axis, runs[arms[0]], "reward", COLORS[6], arms[0])
-        band(axis, runs[arm], "reward", COLORS[0], "this arm")
-        axis.set(title=arm, xlabel="step", ylim=(0, 1))
-    axes[0].set_ylabel("reward of the batch")
-    axes[0].legend(loc="lower right", frameon=False)
-    return figure
-
-def draw_sampling(arms, columns, done, seeds):
-    """Left: groups without a signal. Right: the reward against the episodes that were sampled."""
-    figure, (left, right) = new_figure(2)
-    for arm, color in ((arms[0], COLORS[6]), ("dynamic sampling", COLORS[0])):
-        runs = [done[arm, seed] for seed in seeds if (arm, seed) in done]
-        if runs:
-            band(left, runs, "zero_adv_frac", color, arm)
-        for i, run in enumerate(runs):
-            reward = smoothed([row["reward"] for row in run["history"]], 5)[1]
-            episodes = numpy.cumsum([row["episodes"] for row in run["history"]])[-len(reward):]
-            right.plot(episodes, reward, color=color, alpha=0.6, linewidth=1, label=None if i else arm)
-    left.set(xlabel="step", ylabel="share of groups with equal rewards", ylim=(0, 1))
-    right.set(xlabel="episodes sampled", ylabel="reward (mean of 5 steps)", ylim=(0, 1))
-    right.legend(loc="lower right", frameon=False)
-    return figure
-
-def draw_reuse(arms, columns, done, seeds):
-    """The late reward against the updates per batch, a line for each loss, a panel for each learning rate."""
-    figure, axes = new_figure(2, height=3.2, sharey=True)
-    for axis, lr in zip(axes, ("0.001", "0.0003")):
-        for color, name in zip(COLORS, LOSSES):
-            points = []                                         # (updates, mean, lowest, highest)
-            for updates in UPDATES:
-                runs = [done[key] for key in done if key[0] == f"{name} {updates} {lr}" and key[1] in seeds]
-                values = [column("late reward")[0](run) for run in runs]
-                if values:
-                    points.append((updates, mean(values), min(values), max(values)))
-            if points:
-                x, centre, low, high = zip(*points)
-                axis.plot(x, centre, "o-", color=color, label=name, markersize=3)
-                axis.fill_between(x, low, high, color=color, alpha=0.1, linewidth=0)
-        axis.set(title=f"lr {lr}", xscale="log", xlabel="updates per batch", ylim=(0, 1))
-        axis.set_xticks(list(UPDATES), [str(updates) for updates in UPDATES])
-        axis.minorticks_off()
-    axes[0].set_ylabel("late reward")
-    next(axis for axis in axes[::-1] if axis.lines).legend(frameon=False, fontsize=8)
-    return figure
-
-def draw_passk(arms, columns, done, seeds):
-    (figure, axes), ks = new_figure(2, sharey=True), (1, 2, 4, 8, 16, 32, 64)
-    for axis, where, title in zip(axes, ("train", "held"), ("training tasks", "held-out tasks")):
-        for color, arm in zip(COLORS, arms):
-            runs = [done[arm, seed] for seed in seeds if (arm, seed) in done]
-            curves = numpy.array([[run[f"{where}@{k}"] for k in ks] for run in runs])
-            axis.plot(ks, curves.mean(axis=0), "o-", color=color, label=arm, markersize=3)
-            axis.fill_between(ks, curves.min(axis=0), curves.max(axis=0), color=color, alpha=0.1, linewidth=0)
-        axis.set(title=title, xscale="log", xlabel="k", ylim=(0, 1.02))
-        axis.set_xticks(ks, [str(k) for k in ks])
-        axis.minorticks_off()
-    axes[0].set_ylabel("pass@k")
-    axes[1].legend(loc="lower right", frameon=False)
-    return figure
-
-FIGURES = {"arms": {"arms": draw_arms, "sampling": draw_sampling}, "reuse": {"reuse": draw_reuse},
-           "passk": {"passk": draw_passk}}
-
-def draw_curves(paths):
-    """The course of the runs whose logs `grpo.py --log` wrote. ValueError for another kind of file."""
-    keys = {"reward": "reward", "read_first": "read 1st", "first_edit_right": "1st right",
-            "eval_pass_rate": "held-out", "entropy": "entropy", "clip_frac": "clip"}
-    figure, axes = new_figure(len(keys), width=14)
-    for color, path in zip(COLORS * len(paths), paths):
-        with open(path, encoding="utf-8", errors="replace") as file:
-            try:
-                first, *rows = map(json.loads, file)
-                first["config"]
-                for axis, key in zip(axes, keys):
-                    points = [(row["step"], row[key]) for row in rows if row[key] is not None]
-                    axis.plot(*zip(*points or [(math.nan, math.nan)]), "o-", color=color, markersize=2,
-                              label=os.path.basename(path))
-            except (ValueError, TypeError, KeyError):
-                raise ValueError(f"{path} is not a log of grpo.py") from None
-    for axis, key in zip(axes, keys):
-        axis.set(title=keys[key], xlabel="step")
-    axes[0].legend(frameon=False)
-    return figure
-
-def save_figures(folder, figures):
-    for name, figure in figures.items():
-        figure.savefig(os.path.join(folder, f"{name}.png"), dpi=110)
-        print(f"figure {os.path.join(folder, name)}.png")
-
-# ---- Command line ------------------------------------------------------------------------------------------
 def seed_list(text):
-    """'3,5,7' -> [3, 5, 7], and '5' -> [0, 1, 2, 3, 4]."""
-    numbers = [int(part) if part.strip().isdecimal() else -1 for part in text.removesuffix(",").split(",")]
-    seeds = numbers if "," in text else list(range(min(numbers[0], 10_000)))
-    if min(seeds, default=-1) < 0 or max(seeds) >= 2 ** 32 or len(set(seeds)) < len(seeds):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seeds (5) or different seeds (0,3,7)")
-    return seeds
+    """'5' -> [0, 1, 2, 3, 4], and '3,5,7' -> [3, 5, 7]."""
+    numbers = [int(part) for part in text.split(",")]
+    if len(numbers) == 1:
+        numbers = list(range(numbers[0]))
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise argparse.ArgumentTypeError("a number of seeds (5), or different seeds (0,3,7)")
+    return numbers
 
-def list_grids(args, parser):
-    print(f"{'grid':10}{'arms':>5}{'runs':>6}{'about':>8}   {len(args.seeds)} seeds, {args.jobs} processes")
-    for name, grid in GRIDS.items():
-        jobs = jobs_of(name, list(grid["arms"]), args.seeds, parser, args)
-        bases = {(job["seed"], job["base"]) for job in jobs}
-        seconds = (sum(map(seconds_of, jobs)) + BASE_SECONDS * len(bases)) / args.jobs
-        print(f"{name:10}{len(grid['arms']):5}{len(jobs):6}{seconds:6.0f} s   {grid['what']}")
 
-def report(args, parser, arms):
-    """Runs a grid, prints its tables and draws its figures. Returns the exit status."""
-    grid, known = GRIDS[args.grid], {}
-    jobs = jobs_of(args.grid, arms, args.seeds, parser, args)
-    if args.out:
-        try:
-            known = read_results(args.out)
-        except (OSError, ValueError) as error:
-            parser.error(f"argument --out: {args.out} {getattr(error, 'strerror', None) or error}")
-    seconds = sum(seconds_of(job) for job in jobs if key_of(job) not in known) / args.jobs
-    print(f"grid {args.grid}: {grid['what']}\n{len(jobs)} runs, about {seconds + 5:.0f} s, "
-          + ", ".join(f"{name} {version}" for name, version in versions().items()), flush=True)
-    done, failed, interrupted = run_jobs(jobs, args.jobs, args.out, known)
-    finished, first, (done, arms) = len(done), arms[0], expand(done, arms)
-    if done:
-        columns = grid["columns"].split(",")
-        print_table(done, arms, args.seeds, columns)
-        if grid.get("compare", True) and arms[0] == first and len(arms) > 1:
-            print_differences(done, arms, args.seeds, columns, args.all)
-        if args.plot:
-            save_figures(args.plot, {name: draw(arms, columns[:4], done, args.seeds) for name, draw in
-                                     FIGURES.get(args.grid, {args.grid: draw_bars}).items()})
-    for line in failed:
-        print(f"failed: {line}", file=sys.stderr)
-    if interrupted:
-        kept = f", {args.out} has them" if args.out and finished else ""
-        print(f"interrupted after {finished} of {len(jobs)} runs{kept}", file=sys.stderr)
-    return 130 if interrupted else 1 if failed else 0
-
-def curves(args, parser):
-    try:
-        figure = draw_curves(args.curves)
-    except (OSError, ValueError) as error:
-        parser.error(f"argument --curves: {error}")
-    save_figures(args.plot, {"curves": figure})
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, usage="ablate.py [-h] [GRID] [--FLAG X] ...",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+def parse_args():
+    """The arguments of the command line, and the jobs that they ask for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        usage="ablate.py [-h] [GRID] [--FLAG X] ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     flag = parser.add_argument
-    flag("grid", nargs="?", default="arms", choices=list(GRIDS), metavar="GRID", help=", ".join(GRIDS))
-    flag("--list", action="store_true", help="list the grids and about how long they take")
-    flag("--seeds", type=seed_list, default=[0, 1, 2], metavar="N", help="a number of seeds, or a list 0,3,7")
-    flag("--arms", metavar="NAMES", help="only these arms, a,b,c. The others are compared with the first")
-    flag("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: all cores)")
-    flag("--all", action="store_true", help="print differences within seed noise too")
-    flag("--out", metavar="FILE", help="keep every finished run in this file, and skip those that it has")
-    flag("--plot", metavar="DIR", help="draw figures into this folder (needs matplotlib)")
-    flag("--curves", nargs="+", metavar="LOG", help="draw logs of grpo.py into --plot DIR, and run nothing")
+    flag("grid", nargs="?", default="arms", choices=GRIDS, metavar="GRID", help="see --list")
+    flag("--list", action="store_true", help="list the grids and run nothing")
+    flag("--seeds", type=seed_list, default="5", help="how many, or which: 0,3,7")
+    flag("--arms", help="these arms only, separated by commas")
+    cores = min(61, usable_cores())     # Windows allows no more
+    flag("--jobs", type=int, choices=range(1, 62), default=cores, metavar="N", help="processes")
+    flag("--out", type=argparse.FileType("a+", encoding="utf-8", errors="replace"),
+         help="keep finished runs here, and skip those that it has")
+    flag("--all", action="store_true", help="show all differences")
     add_config_flags(parser)
     args = parser.parse_args()
-    config_from(parser, args)
-    known = list(GRIDS[args.grid]["arms"])
-    arms = [arm.strip() for arm in args.arms.split(",")] if args.arms else known
-    if wrong := [arm for arm in arms if arm not in known or arms.count(arm) > 1]:
-        parser.error(f"argument --arms: {wrong[0]!r} is unknown or given twice, known are {', '.join(known)}")
-    if hasattr(args, "seed"):
-        parser.error(f"argument --seed: {args.seed} must be given as --seeds, a number of seeds or a list")
-    if args.jobs < 1:
-        parser.error(f"argument --jobs: {args.jobs} must be at least 1")
-    if args.plot and not os.path.isdir(args.plot):
-        parser.error(f"argument --plot: {args.plot} must be a folder that exists")
-    if args.plot and find_spec("matplotlib") is None:
-        parser.error(f"argument --plot: {args.plot} needs matplotlib: pip install matplotlib")
-    if args.curves and not args.plot:
-        parser.error(f"argument --curves: {args.curves[0]} needs --plot DIR, which says where to draw")
-    refuse_same_file(parser, {"--out": args.out, **{f"--curves {path}": path for path in args.curves or []}})
+
+    known_arms = GRIDS[args.grid]["arms"]
+    arms = list(dict.fromkeys(args.arms.split(","))) if args.arms else list(known_arms)
+    for arm in arms:
+        if arm not in known_arms:
+            parser.error(f"argument --arms: {arm!r} is not one of {', '.join(known_arms)}")
+    given = {name: value for name, value in vars(args).items() if name in vars(RLConfig())}
+    for name in ("seed", "eval_every", "eval_samples"):
+        if name in given:
+            parser.error(f"argument --{name}: it is not used here. See --seeds and the columns")
+    return args, make_jobs(parser, args.grid, arms, args.seeds, given)
+
+
+def main():
+    args, jobs = parse_args()
+    if args.list:
+        for name, grid in GRIDS.items():
+            size = f"{len(grid['arms']):3} arms of {grid.get('steps', 80):2} steps"
+            print(f"{name:13}{size}  {grid['what']}")
+        return
+    grid = GRIDS[args.grid]
+    columns = grid["columns"]
+    print(f"grid {args.grid}: {grid['what']}")
     try:
-        status = (list_grids(args, parser) if args.list else curves(args, parser) if args.curves else
-                  report(args, parser, arms))
-        sys.stdout.flush()
-    except BrokenPipeError:                                 # nobody reads any more, so print into the void
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 141
-    sys.exit(status)
+        results = run_jobs(jobs, args.jobs, args.out)
+    except KeyboardInterrupt:
+        print("\nstopped. Finished runs are in the file of --out, if there is one", file=sys.stderr)
+        sys.exit(130)
+
+    table = table_of(results, columns)
+    print_table(table, columns)
+    # Not if the first arm has failed, or has several lines
+    if grid.get("compare", True) and jobs[0]["arm"] in table:
+        print_differences(table, columns, args.all)
+    if len(results) < len(jobs):
+        sys.exit(f"{len(jobs) - len(results)} runs failed, and are missing above")
+
 
 if __name__ == "__main__":
     main()

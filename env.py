@@ -1,12 +1,12 @@
-"""The BugFix gym: thirty short Python functions with one bug each, and an environment to repair them in.
+r"""The BugFix gym: thirty short Python functions with one bug each, and an environment to fix them.
 
-Read this file first. It needs the standard library only. An episode is one attempt at one task: the agent is
-told which function is wrong and has six turns. In each turn it makes one call, to read the source, to edit it
-with one of five repair ops, to run the visible tests, or to submit. A submitted source is graded by hidden
-tests. A sample episode, with the agent's calls after the ">":
+Read this file first. It needs the standard library only. An episode is one attempt at one task. The
+agent is told which function is wrong, and then has six turns. In each turn it makes one call: it
+can read the source, edit it with one of five repair ops, run the visible tests, or submit. A
+submitted source is graded by hidden tests. In this episode, the agent's calls come after the ">":
 
     issue : leap is wrong
-      > read               def leap ( n ) : \\n if n % 4 == 0 or n % 100 != 0 : return 1 \\n return 0
+      > read               def leap ( n ) : \n if n % 4 == 0 or n % 100 != 0 : return 1 \n return 0
       > edit or_to_and     ok
       > test               pass
       > submit             pass
@@ -20,51 +20,64 @@ import copy
 import itertools
 import random
 import re
-import signal
 
-# ---- Repair ops --------------------------------------------------------------------------------------------
-# An op rewrites every place in the source that its pattern matches, whether that place is wrong or not. Two
-# pairs of ops undo each other (or_to_and / and_to_or and div_to_mod / mod_to_div), and the last one wins. So
-# a fixed sequence repairs the wrong_or or the wrong_and tasks, never both, and wrong_div or wrong_mod.
-# An agent that never looks repairs at most 60% of the tasks, and 20% if it has one edit.
+# ---- Repair ops ----------------------------------------------------------------------------------
+# An op rewrites every place in the source that its pattern matches, whether that place is wrong or
+# not. Two pairs of ops undo each other (or_to_and / and_to_or and div_to_mod / mod_to_div), and the
+# last one wins. So a fixed sequence repairs the wrong_or or the wrong_and tasks but never both, and
+# the same holds for wrong_div and wrong_mod. An agent that never looks repairs at most 60% of the
+# tasks, and 20% if it has one edit.
+
 REWRITES = {
-    "or_to_and":  (r"\bor\b", "and"),
-    "and_to_or":  (r"\band\b", "or"),
+    # op -> (pattern, replacement)
+    "or_to_and": (r"\bor\b", "and"),
+    "and_to_or": (r"\band\b", "or"),
     "div_to_mod": (r"//", "%"),
     "mod_to_div": (r"%", "//"),
-    "widen":      (r"\brange\((\w+, )?([a-z])\)", r"range(\1\2 + 1)"),     # range(1, n) -> range(1, n + 1)
+    # range(1, n) -> range(1, n + 1)
+    "widen": (r"\brange\((\w+, )?([a-z])\)", r"range(\1\2 + 1)"),
 }
 OPS = list(REWRITES)
-FAMILIES = ["wrong_or", "wrong_and", "wrong_div", "wrong_mod", "short_range"]    # OPS[i] repairs FAMILIES[i]
+
+# OPS[i] repairs FAMILIES[i]
+FAMILIES = ["wrong_or", "wrong_and", "wrong_div", "wrong_mod", "short_range"]
+
 
 def apply_op(source, op):
-    """Returns the source (a string) after one op. An unknown op is a ValueError that names it."""
+    """Returns the source (a string) after one op. Raises ValueError for an unknown op."""
     if op not in REWRITES:
-        raise ValueError(f"op: {op!r} is unknown, allowed are {', '.join(OPS)}")
+        raise ValueError(f"op: {op!r} is not one of {', '.join(OPS)}")
     pattern, replacement = REWRITES[op]
     return re.sub(pattern, replacement, source)
+
 
 def source_words(source):
     """Returns the source as the list of words that an agent reads. A line break is the word '\\n'.
 
-    Indentation is left out. The sources are so short that it tells nothing.
+    Indentation is left out. The sources are so short that it adds no information.
     """
     return re.findall(r"\w+|//|[=!<>*+]=|\n|[^\w\s]", source)
 
-# ---- Tasks -------------------------------------------------------------------------------------------------
-# Each family has six tasks: four to train on, then two that are held out. The bug can be told from the source
-# alone. Most bugs break a rule of Python or of arithmetic, a few go against what such code is usually for:
+
+# ---- Tasks ---------------------------------------------------------------------------------------
+# Each family has six tasks: four to train on, then two that are held out. The source alone is
+# enough to find the bug. Most bugs break a rule of Python or of arithmetic, and a few go against
+# what such code is usually for:
 #
 #   wrong_or     `lo < x or x < hi` is true for every x
-#   wrong_and    `x == a and x == b` is almost never true, and `len(xs) and 1` is no default value
+#   wrong_and    `x == a and x == b` is almost never true, and `len(xs) and 1` sets no default
 #   wrong_div    `n // 2 == 0` asks for a remainder, and so does an index that should wrap around
 #   wrong_mod    the sum modulo the length is not a mean
 #   short_range  range(1, n) leaves out n
 #
-# Looking for one word (or, and, //, %, range) is not enough. In sixteen sources another of these words is
-# correct, and the op for it would break the source. `leap` has a right % beside its wrong `or`.
-# A test is a pair (arguments, expected result). The agent's `test` call runs the visible tests, which for
-# eight tasks are so weak that they pass on the buggy source. The hidden tests grade the episode.
+# Looking for one word (or, and, //, %, range) is not enough. In sixteen sources another of these
+# words is correct, and the op for it would break the source. `leap` has a correct % beside its
+# wrong `or`.
+#
+# A test is a pair (arguments, expected result). The agent's `test` call runs the visible tests.
+# For eight tasks they are so weak that they pass on the buggy source. The hidden tests grade the
+# episode.
+
 TASKS = [
     dict(name="between", family="wrong_or", visible=[((3, 1, 5), True)],
          source="def between(x, lo, hi): return lo < x or x < hi",
@@ -161,193 +174,259 @@ TASKS = [
          source="def tally(a, n): return sum(1 for i in range(1, n) if i % a == 0)",
          hidden=[((3, 6), 2), ((2, 4), 2), ((2, 5), 2), ((1, 1), 1)]),
 ]
-FUNCTION_NAMES = [task["name"] for task in TASKS]
-FIX_OP = {task["name"]: OPS[FAMILIES.index(task["family"])] for task in TASKS}   # task name -> its repair op
 for _task in TASKS:
     _task["issue"] = ["issue", ":", _task["name"], "is", "wrong"]
+
+FUNCTION_NAMES = [task["name"] for task in TASKS]
+FIX_OP = {task["name"]: OPS[FAMILIES.index(task["family"])] for task in TASKS}  # task -> its op
 TRAIN_TASKS = [task for i, task in enumerate(TASKS) if i % 6 < 4]
 HELDOUT_TASKS = [task for i, task in enumerate(TASKS) if i % 6 >= 4]
 
+
+def function_name(source):
+    """Returns the name of the first function that a source defines."""
+    return re.search(r"\bdef (\w+)", source)[1]
+
+
 def randomize_names(task, rng, names=FUNCTION_NAMES):
-    """Returns a copy of the task whose function has another name, drawn from names by rng (random.Random).
+    """Returns a copy of the task whose function has another name, drawn by rng (a random.Random).
 
-    The new name replaces the old one in the issue and in the source. A name that is a word of the source is
-    not drawn, and neither is the present name. task["name"] stays, so FIX_OP and logs still know the task.
+    The new name replaces the old one in the issue and in the source. A name that is a word of the
+    source is not drawn, and neither is the current name. task["name"] stays, so FIX_OP and logs
+    still know the task. A task of another kind, without a source, stays as it is.
     """
-    old, words = task["issue"][2], source_words(task["source"])
+    if not isinstance(task, dict) or "source" not in task:
+        return copy.copy(task)
+    source = task["source"]
+    words = source_words(source)
+    old = function_name(source)
     new = rng.choice([name for name in names if name not in words])
-    return {**task, "issue": [new if word == old else word for word in task["issue"]],
-            "source": re.sub(rf"\b{old}\b", new, task["source"])}
+    return {
+        **task,
+        "issue": [new if word == old else word for word in task["issue"]],
+        "source": re.sub(rf"(?<!\.)\b{old}\b", new, source),    # not the x.old of another object
+    }
 
-# ---- Running a source --------------------------------------------------------------------------------------
-BUILTINS = {f.__name__: f for f in (len, range, sum)}        # all that a source can use
-_PASSED = {}                                                 # (source, tests) -> bool, filled by run_tests
+
+# ---- Running a source ----------------------------------------------------------------------------
+_PASSED = {}            # (source, tests) -> bool. A training run meets only a few hundred of them.
+
 
 def run_tests(source, tests):
-    """Returns True if the function in source passes all tests, a list of (arguments, expected result).
+    """Returns True if the function in source passes all tests: pairs (arguments, expected result).
 
-    A source that raises an exception fails, and so does one with a syntax error. Every source terminates,
-    since it loops over ranges and lists only. Whether it passes does not depend on its function's name, so
-    results are remembered under one common name. After the first training steps nothing is executed any more.
+    A source that raises an exception fails, and so does one with a syntax error. The sources of the
+    gym only loop over ranges and lists, so they always terminate.
     """
-    name = re.match(r"def (\w+)", source)[1]
-    key = (re.sub(rf"\b{name}\b", "f", source), repr(tests))
+    key = (source, repr(tests))
     if key not in _PASSED:
-        try:
-            scope = {"__builtins__": BUILTINS}
-            exec(key[0], scope)
-            _PASSED[key] = all(scope["f"](*copy.deepcopy(arguments)) == result for arguments, result in tests)
-        except Exception:
-            _PASSED[key] = False
+        _PASSED[key] = passes(source, tests)
     return _PASSED[key]
 
+
+def passes(source, tests):
+    scope = {}
+    try:
+        exec(source, scope)
+        function = scope[function_name(source)]
+        for arguments, expected in tests:
+            if function(*copy.deepcopy(arguments)) != expected:     # it may change its arguments
+                return False
+    except Exception:
+        return False
+    return True
+
+
 def blind_pass_rate(ops, tasks):
-    """Returns the share of tasks that pass their hidden tests after the same sequence of ops on each."""
+    """Returns the share of tasks that pass their hidden tests after the same ops on each."""
     passed = 0
     for task in tasks:
         source = task["source"]
         for op in ops:
             source = apply_op(source, op)
-        passed += run_tests(source, task["hidden"])
+        if run_tests(source, task["hidden"]):
+            passed += 1
     return passed / len(tasks)
 
-# ---- The environments --------------------------------------------------------------------------------------
+
+# ---- The environments ----------------------------------------------------------------------------
 CALLS = ["read", "test", "edit", "submit"]
+
 
 class BugFixEnv:
     """One episode on one task, with as many edits as there are turns.
 
-    reset() returns the issue as a list of words. step(words) makes one call, uses one turn, and returns
-    (the answer as a list of words, done). The calls and their answers:
+    reset() returns the issue as a list of words. step(words) makes one call, uses one turn, and
+    returns (the answer as a list of words, done). The calls and their answers:
 
-        read      the present source
+        read      the current source
         test      pass or fail (visible tests)
         edit OP   ok
         submit    pass or fail (hidden tests), and the episode ends
         anything else: malformed
 
-    Afterwards `passed` says whether the hidden tests passed, `truncated` whether the turns ran out, `edits`
-    lists the ops that were applied. Only a submitted episode is graded. If an episode that ran out of turns
-    were graded too, the policy would learn never to submit.
+    Afterwards `passed` says whether the hidden tests passed, `truncated` whether the turns ran out,
+    and `edits` lists the ops that were applied. Only a submitted episode is graded. If an episode
+    that ran out of turns were graded too, the policy would learn never to submit.
     """
 
     def __init__(self, task, max_turns=6):
-        self.task, self.max_turns = task, max_turns
+        self.task = task
+        self.max_turns = max_turns
         self.reset()
 
     def reset(self):
         self.source = self.task["source"]
-        self.turns, self.edits = 0, []
-        self.done = self.truncated = self.passed = False
+        self.turns = 0
+        self.edits = []
+        self.done = False
+        self.passed = False
+        self.truncated = False
         return list(self.task["issue"])
 
     def step(self, words):
         if self.done:
-            raise RuntimeError(f"the episode on {self.task['name']!r} is over, call reset() first")
-        words = list(words)
+            raise RuntimeError("this episode is over, call reset() first")
         self.turns += 1
-        if words == ["read"]:
-            answer = source_words(self.source)
-        elif words == ["test"]:
-            answer = ["pass" if run_tests(self.source, self.task["visible"]) else "fail"]
-        elif words == ["submit"]:
-            self.done, self.passed = True, run_tests(self.source, self.task["hidden"])
-            answer = ["pass" if self.passed else "fail"]
-        elif len(words) == 2 and words[0] == "edit" and words[1] in REWRITES:
-            answer = self.edit(words[1])
-        else:
-            answer = ["malformed"]
+        answer = self.call(list(words))
         if self.turns >= self.max_turns and not self.done:
-            self.done = self.truncated = True
+            self.done = True
+            self.truncated = True
             answer = answer + ["truncated"]
         return answer, self.done
 
+    def call(self, words):
+        if words == ["read"]:
+            return source_words(self.source)
+        if words == ["test"]:
+            return self.grade("visible")
+        if words == ["submit"]:
+            answer = self.grade("hidden")
+            self.passed = answer == ["pass"]
+            self.done = True
+            return answer
+        if len(words) == 2 and words[0] == "edit" and words[1] in OPS:
+            return self.edit(words[1])
+        return ["malformed"]
+
+    def grade(self, tests):
+        passed = run_tests(self.source, self.task[tests])
+        return ["pass"] if passed else ["fail"]
+
     def edit(self, op):
-        # The answer is `ok` whether or not the op changed anything. Otherwise the agent could try edits until
-        # one changed something, and would not need to read.
+        # The answer is `ok` whether or not the op changed anything. Otherwise the agent could try
+        # edits until one changed something, and would not need to read.
         self.source = apply_op(self.source, op)
         self.edits.append(op)
         return ["ok"]
 
+
 class EditBudgetEnv(BugFixEnv):
-    """BugFixEnv that applies only the first max_edits edits. It refuses the others: they use a turn and
-    leave the source unchanged."""
+    """BugFixEnv that applies only the first max_edits edits.
+
+    It refuses the others. A refused edit uses a turn and leaves the source unchanged.
+    """
 
     def __init__(self, task, max_edits, max_turns=6):
         self.max_edits = max_edits
         super().__init__(task, max_turns)
 
     def edit(self, op):
-        return super().edit(op) if len(self.edits) < self.max_edits else ["refused"]
+        if len(self.edits) >= self.max_edits:
+            return ["refused"]
+        return super().edit(op)
 
-# ---- Scripted players, whose play the base agents imitate. Their calls do not depend on the answers. -------
+
+# ---- Scripted players ----------------------------------------------------------------------------
+# The base agents imitate them. Their calls do not depend on the answers.
+
+
 def random_play(task, rng):
-    """Random calls, with edit and submit twice as likely as read and test. It may run out of turns."""
+    """Random calls, with edit and submit twice as likely as read and test. Some never submit."""
     calls = []
     while len(calls) < 6 and calls[-1:] != [["submit"]]:
         kind = rng.choices(CALLS, weights=(2, 2, 4, 4))[0]
-        calls.append(["edit", rng.choice(OPS)] if kind == "edit" else [kind])
+        if kind == "edit":
+            calls.append(["edit", rng.choice(OPS)])
+        else:
+            calls.append([kind])
     return calls
+
 
 def blind_play(task, rng):
     """One or two random edits, then submit. It never looks."""
-    return [["edit", rng.choice(OPS)] for _ in range(rng.choice((1, 1, 2)))] + [["submit"]]
+    n_edits = rng.choice((1, 1, 2))
+    return [["edit", rng.choice(OPS)] for _ in range(n_edits)] + [["submit"]]
+
 
 def oracle_play(task, rng):
     """Read, apply the right op, test, submit."""
     return [["read"], ["edit", FIX_OP[task["name"]]], ["test"], ["submit"]]
 
+
 PLAYS = {"random": random_play, "blind": blind_play, "oracle": oracle_play}
 
-# ---- Command line ------------------------------------------------------------------------------------------
+
+# ---- Command line --------------------------------------------------------------------------------
+
+
 def best_blind(n_edits, tasks):
-    """Returns the best pass rate over all 5^n_edits sequences of ops, and the sequences that reach it."""
-    rates = {ops: blind_pass_rate(ops, tasks) for ops in itertools.product(OPS, repeat=n_edits)}
-    best = max(rates.values())
-    return best, [ops for ops in rates if rates[ops] == best]
+    """The best pass rate over all sequences of n_edits ops, and one sequence that reaches it."""
+    sequences = list(itertools.product(OPS, repeat=n_edits))
+    rates = [blind_pass_rate(ops, tasks) for ops in sequences]
+    return max(rates), sequences[rates.index(max(rates))]
+
 
 def calls_text(calls):
     return ", ".join(" ".join(call) for call in calls).replace("\n", "\\n")
 
+
 def transcript(env, calls):
     """Plays the calls in the environment and returns a readable text, with sources as Python."""
-    lines = [" ".join(env.reset())]
+    lines = [" ".join(env.reset()) + f"     (repaired by {FIX_OP[env.task['name']]})"]
     for call in calls:
         answer, done = env.step(call)
-        said = "\n" + "\n".join(f"{'':8}{line}" for line in env.source.splitlines())
-        lines.append(f"  > {calls_text([call]):18} {said if call == ['read'] else ' '.join(answer)}")
+        if call == ["read"]:
+            lines.append("  > read")
+            lines += [f"{'':8}{line}" for line in env.source.splitlines()]
+        else:
+            lines.append(f"  > {calls_text([call]):18} {' '.join(answer)}")
         if done:
             break
     return "\n".join(lines)
 
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", default="leap", choices=FUNCTION_NAMES, metavar="NAME",
-                        help="the task to play")
-    parser.add_argument("--ops", nargs="*", choices=OPS, metavar="OP",
-                        help="apply these ops to the task and submit, and play nothing else")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    flag = parser.add_argument
+    flag("--task", default="leap", choices=FUNCTION_NAMES, metavar="NAME", help="the task to play")
+    flag("--ops", nargs="+", choices=OPS, metavar="OP", help="apply at most four ops, and submit")
     args = parser.parse_args()
-    if len(args.ops or []) > 4:
-        parser.error(f"argument --ops: {len(args.ops)} ops given, at most 4 fit between read and submit")
+    if args.ops and len(args.ops) > 4:
+        parser.error("argument --ops: at most four fit between read and submit")
+
     task = TASKS[FUNCTION_NAMES.index(args.task)]
-    print(f"task {args.task}, family {task['family']}, repaired by {FIX_OP[args.task]}\n")
-    if args.ops is not None:
-        print(transcript(BugFixEnv(task), [["read"], *(["edit", op] for op in args.ops), ["submit"]]))
+    print(f"task {args.task}, family {task['family']}\n")
+    if args.ops:
+        edits = [["edit", op] for op in args.ops]
+        print(transcript(BugFixEnv(task), [["read"], *edits, ["submit"]]))
         return
+
     print("the oracle plays in the default gym, with a random name for the function and one edit\n")
     rng = random.Random(0)
     read, fix, *rest = oracle_play(task, rng)
-    calls = [read, fix, ["edit", "widen"], *rest]           # with a second edit, to show that it is refused
+    calls = [read, fix, ["edit", "widen"], *rest]       # with a second edit, which is refused
     print(transcript(EditBudgetEnv(randomize_names(task, rng), max_edits=1), calls))
     print("\nthe best that a player who never looks can do, over all thirty tasks\n")
     print("edits  sequences  pass rate  one of the best")
     for n in range(1, 6):
-        best, sequences = best_blind(n, TASKS)
-        print(f"{n:5}  {len(OPS) ** n:9}  {best:9.2f}  {' '.join(sequences[0])}")
+        best, ops = best_blind(n, TASKS)
+        print(f"{n:5}  {len(OPS) ** n:9}  {best:9.2f}  {' '.join(ops)}")
+
 
 if __name__ == "__main__":
-    for name in ("SIGINT", "SIGPIPE"):          # Ctrl-C and a closed pipe end the script without a traceback
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
     main()

@@ -1,640 +1,1041 @@
 """GRPO for multi-turn agents: the settings, the advantages, the loss and the whole training loop.
 
-Read env.py and agent.py first. This is all that train_rl, the loop, does:
+Read env.py and agent.py first. Part 1 of this file is GRPO, and a first reading needs nothing else.
+Part 2 has options that the variants use, part 3 shows what a run does, and part 4 is the command
+line.
+
+    python grpo.py                                      80 steps: the agent learns to read
+    python grpo.py --variant dr_grpo                    train with a published variant
+    python grpo.py --show 20                            every 20 steps, look at one group
+    python grpo.py --seed 3 --lr 5e-4 --log run.jsonl   fields of RLConfig are flags
+
+This is what train_rl, the loop, does:
 
     for each step:
         draw 8 tasks and let the policy attempt each of them 8 times: 8 groups of 8 attempts
         reward of an attempt = 1 if the hidden tests passed, else 0
         advantage = (reward - mean of its group) / standard deviation of its group
-        pi_old = the probabilities of the sampled tokens under the present policy
+        pi_old = probability of each sampled token under the policy that made the attempts
         for each of 2 minibatches, 32 of the 64 attempts each:
-            ratio = pi / pi_old for each sampled token, pi being the policy now
+            pi = probability of each sampled token under the policy after the updates so far
+            ratio = pi / pi_old
             loss = mean over tokens of -min(ratio * advantage, clip(ratio, 0.8, 1.2) * advantage)
             one Adam step down the gradient of the loss
 
-A group of four attempts with rewards 1, 0, 0, 0 has mean 0.25 and standard deviation 0.5. The advantages are
-1.5, -0.5, -0.5, -0.5, so the tokens of the first attempt become likelier and those of the others less likely.
-PPO, the algorithm before GRPO, needs a second network, the critic, to know which reward to expect. GRPO
-(DeepSeekMath, arXiv 2402.03300) uses the group's mean. Its variants change a few fields of RLConfig.
+A group of four attempts with rewards 1, 0, 0, 0 has mean 0.25 and standard deviation 0.5 (the sum
+of the squared deviations is divided by 3). The advantages are 1.5, -0.5, -0.5, -0.5. So the tokens
+of the first attempt become likelier, and those of the others become less likely. A group whose
+rewards are all equal has advantages of 0, and teaches nothing.
 
-    python grpo.py                                      80 steps, after which the agent reads before it edits
-    python grpo.py --variant dr_grpo                    train with a published variant
-    python grpo.py --show 20                            every 20 steps, see what an update did to one group
-    python grpo.py --seed 3 --lr 5e-4 --log run.jsonl   every field of RLConfig is a flag
+Why is that the right thing to do? From here on, pi(o) is the probability of a whole attempt o, and
+R(o) its reward. We want to raise the expected reward. The sums are over all attempts that are
+possible, and grad is the gradient with respect to the weights of the policy:
+
+    expected reward = sum of R(o) pi(o)
+    its gradient    = sum of R(o) grad pi(o)
+                    = sum of R(o) pi(o) grad log pi(o)    because grad log pi = (grad pi) / pi
+                    = expectation of R grad log pi        over attempts that the policy makes
+
+An expectation can be estimated. So let the policy make attempts, and take a step along the mean of
+R grad log pi over them. This is the policy gradient, also called REINFORCE. Five more steps lead to
+GRPO:
+
+1. Tokens. The probability of an attempt is a product over its tokens, so log pi(o) is a sum over
+   them. Some factors are the policy's. The others are the environment's: how likely its answer is
+   after a call. These do not depend on the weights, so they have no gradient.
+
+2. Baseline. The expectation of grad log pi is the sum of pi(o) grad log pi(o), which is the sum of
+   grad pi(o). This is 0, because all pi(o) add up to 1 whatever the weights are. So b grad log pi
+   has the expectation 0 as well, for every b that does not depend on the attempt, and R may be
+   replaced by R - b. If b is near the expected reward, the estimate is much less noisy: an attempt
+   counts only by how far its reward differs from what was expected. PPO (proximal policy
+   optimization), which GRPO simplifies, trains a second network, the critic, to predict b. GRPO
+   (group relative policy optimization, DeepSeekMath, arXiv 2402.03300) samples a group of G
+   attempts at the same task, and b is their mean reward. This mean does depend on the attempt,
+   because it contains the attempt's own reward. But
+
+       R - mean of the group = (G-1)/G * (R - mean of the others in the group)
+
+   and the mean of the others is a proper baseline, because attempts are sampled independently of
+   each other. So the step only becomes a little smaller.
+
+3. Scale. GRPO divides R - b by the standard deviation of the group. The result is the advantage A:
+   how much better the attempt was than expected. The derivation does not ask for this division. It
+   gives more weight to tasks that are nearly always or hardly ever solved, because there the
+   standard deviation is small.
+
+4. Mean over tokens. The derivation asks for the sum over the tokens of an attempt, and the mean
+   over attempts. The loop above takes the mean over all tokens instead. Its gradient has the same
+   direction, because both add up the same terms. One divides by the number of attempts, and the
+   other by the number of tokens. The paper takes the mean within each attempt first. This gives
+   less weight to the tokens of long attempts.
+
+5. Ratio. From the second minibatch on, the policy is no longer pi_old, the one that made the
+   attempts. For any f, for example A grad log pi,
+
+       sum of pi(o) f(o) = sum of pi_old(o) * ratio(o) * f(o)    with ratio(o) = pi(o) / pi_old(o)
+
+   so attempts of pi_old can be used for pi, if each is weighted by its ratio. This ratio is a
+   product over the policy's tokens (the environment's factors cancel), and very noisy. PPO and GRPO
+   weight each token by its own ratio instead, which is good enough while pi is near pi_old.
+
+   From here on, pi, pi_old and ratio are those of one token, as in the loop. The token contributes
+   ratio * A * grad log pi. Since pi_old and A are constants,
+
+       grad ratio = (grad pi) / pi_old = ratio * grad log pi
+
+   and so the token's contribution is the gradient of ratio * A. The loss contains ratio * A with a
+   minus sign, because the optimizer goes down.
+
+   The clip helps to keep pi near pi_old. With ratio 1.5 and A = 1, the min chooses between 1.5, not
+   clipped, and 1.2, clipped. It takes 1.2, a constant. So the token has no gradient, and is not
+   pushed further out. With ratio 1.5 and A = -1, it chooses between -1.5 and -1.2. It takes -1.5,
+   which has a gradient, and the token can be pushed back.
+
+The default is not quite the paper's GRPO. It uses the mean over all tokens, and it leaves out the
+KL term, which keeps pi near another policy, the reference. --variant grpo is the paper's.
 """
 import argparse
 import copy
 import json
 import math
-import numbers
 import os
-import random
 import signal
 import sys
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from itertools import groupby
 from typing import Callable, Optional
 
-if __name__ == "__main__":      # Ctrl-C ends the script quietly during the slow imports, too
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 import torch
 
-from agent import (behavior_stats, build_tokenizer, collate, decode, load_policy, make_base_agent,
-                   make_rl_base, mean, refuse_same_file, rollout_batch, save_policy, token_logps)
-from env import (FIX_OP, HELDOUT_TASKS, TRAIN_TASKS, BugFixEnv, EditBudgetEnv, calls_text, randomize_names,
-                 transcript)
-from variants import POLICY_LOSSES, VARIANTS, translate
+from agent import (
+    PICTURE,
+    behavior_stats,
+    build_tokenizer,
+    collate,
+    decode,
+    frozen_logps,
+    load_policy,
+    make_base_agent,
+    make_rl_base,
+    mean,
+    most_common,
+    part_file,
+    picture,
+    python_rng,
+    rollout_batch,
+    save_policy,
+    similar_lengths,
+    step_generator,
+    token_logps,
+)
+from env import (
+    HELDOUT_TASKS,
+    TRAIN_TASKS,
+    BugFixEnv,
+    EditBudgetEnv,
+    calls_text,
+    randomize_names,
+    transcript,
+)
+from variants import POLICY_LOSSES, VARIANTS
 
-# The letters: N episodes of a step, B of them in a minibatch, T tokens in the longest, n sampled tokens of an
-# episode, G attempts in a group, A advantage, r ratio pi / pi_old of a token.
+# ==================================================================================================
+# Part 1. GRPO
+# ==================================================================================================
+# An attempt at a task is an episode, and a row of a batch. The letters in the comments on shapes:
+# there are N episodes in a step, B in a minibatch, and G in a group. The longest episode has T
+# tokens. In formulas, A is an advantage and r is the ratio of a token.
+
 
 @dataclass
 class RLConfig:
-    # how much is sampled, and how often it is used
+    # GRPO itself
     steps: int = 80                     # iterations of sample, score, update
-    prompts_per_step: int = 8           # different training tasks in a step
+    prompts_per_step: int = 8           # tasks in a step
     group_size: int = 8                 # attempts at each task, G
-    minibatches: int = 2                # parts of a step's episodes, with one optimizer step for each
+    minibatches: int = 2                # parts of a step's batch, one Adam step each
     epochs: int = 1                     # passes over a step's episodes
+    eps_low: float = 0.2                # ratios are clipped below 1 - eps_low
+    eps_high: float = 0.2               # and above 1 + eps_high
     lr: float = 1e-3                    # Adam's learning rate
-    warmup_steps: int = 6               # lr rises over this many updating steps, as Adam's first are big
-    max_grad_norm: float = 1.0          # gradients longer than this are shortened to it (inf: never)
     temperature: float = 1.0            # divides the logits, in sampling and in training
+    seed: int = 0                       # decides the whole run: the same seed repeats it
+
+    # ---- Skip these at first. They concern details, the gym and the variants. ----
+    # the optimizer
+    warmup_steps: int = 6               # lr rises, as Adam's first steps are too large
+    max_grad_norm: float = 1.0          # larger gradients are scaled down (inf: never)
+    # the gym
+    rename: bool = True                 # give the function a random name in each episode
+    max_edits: Optional[int] = 1        # edits that an episode may apply (None: any number)
+    max_turns: int = 6                  # calls that an episode may make
+    reward: Optional[Callable] = None   # reward(env) -> float (None: env.passed)
+    # evaluation on the held-out tasks
+    eval_every: int = 20                # steps between two evaluations (0: none)
+    eval_samples: int = 4               # attempts at each task
     # advantages
     baseline: str = "group_mean"        # group_mean | leave_one_out | length_weighted
     scale: str = "group_std"            # group_std | none | batch_std | group_mean
-    # policy loss
-    ratio_level: str = "token"          # token | sequence | cispo | gmpo | sapo | dppo | none (variants.py)
-    eps_low: float = 0.2                # ratios are clipped below 1 - eps_low
-    eps_high: float = 0.2               # and above 1 + eps_high. sapo and none do not clip
-    agg: str = "token_mean"             # token_mean | seq_mean_token_mean | seq_mean_token_sum | constant
-    agg_constant: Optional[float] = None    # the divisor of agg constant, in tokens per episode
+    # the loss
+    ratio_level: str = "token"          # token: PPO's. Others: see variants.py
+    agg: str = "token_mean"             # a mode of token_weights
+    agg_constant: Optional[float] = None    # agg constant: sum / (rows * this)
     # staying close to a reference policy
     kl_coef: float = 0.0                # weight of the KL term (0: there is none)
     kl_kind: str = "k3"                 # k1 | k2 | k3, its estimator
     # which episodes are used
-    dynamic_sampling: bool = False      # replace groups whose rewards are all equal by sampling more tasks
-    max_sample_rounds: int = 3          # dynamic sampling: at most this many rounds of prompts_per_step tasks
-    filter_zero_adv: bool = False       # drop groups whose rewards are all equal, and replace nothing
-    overlong_buffer: int = 0            # penalise episodes that reach the last N turns (0: no penalty)
-    mask_truncated: bool = False        # leave episodes that ran out of turns out of the loss
-    # the gym
-    rename: bool = True                 # give the function a random name in each episode
-    max_edits: Optional[int] = 1        # edits that an episode may apply (none: no limit)
-    max_turns: int = 6                  # calls that an episode may make
-    reward: Optional[Callable] = None   # reward(env) -> float (none: 1 if the hidden tests passed, else 0)
-    # the run
-    eval_every: int = 20                # steps between evaluations on the held-out tasks (0: none)
-    eval_samples: int = 4               # attempts at each task in such an evaluation
-    seed: int = 0                       # decides the whole run: train_rl called again draws the same tasks
+    dynamic_sampling: bool = False      # replace groups of equal rewards with others
+    max_sample_rounds: int = 3          # at most this many rounds of sampling
+    filter_zero_adv: bool = False       # drop groups of equal rewards
+    overlong_buffer: int = 0            # 2: the last two turns cost reward
+    mask_truncated: bool = False        # leave truncated episodes out of the loss
 
-# ---- Sampling groups ---------------------------------------------------------------------------------------
+
+# ---- Sampling groups -----------------------------------------------------------------------------
+
+
 def make_env(task, cfg, rng):
-    """The environment that cfg describes, a new one for each episode. This is the default env_factory. Your
-    own has the same arguments (rng is a random.Random) and gets tasks that are renamed already."""
+    """The environment that cfg describes. One is made for each episode.
+
+    This is the default env_factory. To use another environment, write a function with the same
+    arguments. The task already has its random name. rng is a random.Random, for anything else in
+    the environment that is random.
+    """
     if cfg.max_edits is None:
         return BugFixEnv(task, cfg.max_turns)
     return EditBudgetEnv(task, cfg.max_edits, cfg.max_turns)
 
-def step_generator(seed, step):
-    """A torch.Generator for one step: runs that use different amounts of randomness draw the same tasks."""
-    return torch.Generator().manual_seed(int(seed) * 1_000_003 + step)
 
 def sample_groups(model, tok, tasks, group_size, cfg, generator, env_factory=None):
-    """Plays group_size episodes of each task. Groups are consecutive, as group_advantages expects them.
+    """Plays group_size episodes of each task, and gives each episode its `reward`.
 
-    Each episode gets a random function name, if cfg.rename is true and the task is one of the gym, and a
-    `reward`: cfg.reward(env), or else 1.0 if the hidden tests passed and 0.0 if not.
+    The episodes of a group are next to each other in the returned list. Each draws its own random
+    name, so the attempts of a group differ a little in their prompt. The mean of the others is
+    still a valid baseline. Their names and actions are drawn independently of this attempt's.
     """
-    rng, envs = random.Random(torch.randint(2 ** 62, (1,), generator=generator).item()), []
-    for task in (task for task in tasks for _ in range(group_size)):
-        if cfg.rename and isinstance(task, dict) and {"issue", "source"} <= set(task):
-            task = randomize_names(task, rng)
-        envs.append((env_factory or make_env)(task, cfg, rng))
+    rng = python_rng(generator)
+    make = env_factory or make_env
+    envs = []
+    for task in tasks:
+        for _ in range(group_size):
+            own = randomize_names(task, rng) if cfg.rename else copy.copy(task)
+            envs.append(make(own, cfg, rng))
     episodes = rollout_batch(model, tok, envs, generator, cfg.temperature)
-    for env, episode in zip(envs, episodes):
-        episode["reward"] = float(env.passed if cfg.reward is None else cfg.reward(env))
-        if not math.isfinite(episode["reward"]):
-            raise ValueError(f"reward: {cfg.reward} returned {episode['reward']} on a {type(env).__name__}")
+    for episode in episodes:
+        episode["reward"] = reward_of(episode["env"], cfg)
     return episodes
 
-def no_signal(group):
-    """True if group_advantages takes a group's rewards (before any overlong penalty) as equal."""
-    rewards = torch.tensor([episode["reward"] for episode in group], dtype=torch.float64)
-    return not group_advantages(rewards, len(group), scale="none").any()
 
-def sample_step(model, tok, cfg, train_tasks, generator, env_factory=None):
-    """The episodes of one step: (kept, sampled). Kept are trained on, sampled are all that were played.
+def reward_of(env, cfg):
+    """The reward of an episode that has ended. Raises ValueError if it is not a finite number."""
+    reward = env.passed if cfg.reward is None else cfg.reward(env)
+    try:
+        number = float(reward)
+    except TypeError:                                   # None, or a tuple
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"reward: {reward!r} must be a finite number")
+    return number
 
-    Dynamic sampling (DAPO, arXiv 2503.14476) drops groups whose rewards are equal and samples more tasks to
-    fill the batch. After max_sample_rounds it trains on what it has, else it might sample forever.
+
+def sample_batch(model, tok, cfg, tasks, generator, env_factory=None):
+    """The episodes of a training step: random tasks, with a group of attempts at each of them."""
+    drawn = python_rng(generator).sample(tasks, cfg.prompts_per_step)
+    return sample_groups(model, tok, drawn, cfg.group_size, cfg, generator, env_factory)
+
+
+# ---- Advantages: how much better was an attempt than expected? -----------------------------------
+
+
+def group_advantages(
+    rewards, group_size, baseline="group_mean", scale="group_std", lengths=None
+):
+    """Advantage of each episode: A = (R - baseline) / scale, where R is its reward.
+
+    rewards (N,) has one number for each episode, group after group. lengths (N,), the episodes'
+    numbers of policy tokens, are only needed for length_weighted. Returns (N,), in float32 or
+    better and without a gradient. [1, 0, 0, 0] -> [1.5, -0.5, -0.5, -0.5].
+
+    GRPO uses the first baseline and the first scale. The others belong to variants:
+
+    baseline  group_mean       mean of the group                             GRPO, 2402.03300
+              leave_one_out    mean of the others in the group               RLOO, 2402.14740
+              length_weighted  sum(length * R) / sum(length)                  OPO, 2505.23585
+    scale     group_std        standard deviation of the group               GRPO
+              none             1                                     Dr. GRPO, 2503.20783
+              batch_std        standard deviation of all N rewards       Lite PPO, 2508.08221
+              group_mean       mean of the group, for rewards >= 0          MaxRL, 2602.02710
+
+    Standard deviations are the unbiased ones (of n numbers, they divide by n - 1), and 1e-6 is
+    added. If all rewards of a group are equal, it teaches nothing, and its advantages are exactly 0
+    (see equal_rewards). Raises ValueError for a group of one, which has no deviation, and for
+    rewards that are not finite.
     """
-    rng, G = random.Random(torch.randint(2 ** 62, (1,), generator=generator).item()), cfg.group_size
-    order, kept, sampled = [], [], []
-    for _ in range(cfg.max_sample_rounds if cfg.dynamic_sampling else 1):
-        if len(order) < cfg.prompts_per_step:           # no task comes twice before all have come once
-            order += rng.sample(train_tasks, len(train_tasks))
-        tasks, order = order[:cfg.prompts_per_step], order[cfg.prompts_per_step:]
-        episodes = sample_groups(model, tok, tasks, G, cfg, generator, env_factory)
-        sampled += episodes
-        for group in (episodes[i:i + G] for i in range(0, len(episodes), G)):
-            if not (cfg.dynamic_sampling or cfg.filter_zero_adv) or not no_signal(group):
-                kept += group
-        if len(kept) >= cfg.prompts_per_step * G:
-            break
-    return kept[:cfg.prompts_per_step * G], sampled
-
-# ---- Advantages: how much better was an attempt than expected? ---------------------------------------------
-def group_advantages(rewards, group_size, baseline="group_mean", scale="group_std", lengths=None):
-    """Advantage of each episode: (reward - baseline) / scale. The baseline is the reward that was expected.
-
-    rewards (N,) of any type, in consecutive groups of group_size. lengths (N,), the policy tokens of the
-    episodes, for length_weighted. Returns (N,) in float32 or better. [1, 0, 0, 0] -> [1.5, -0.5, -0.5, -0.5].
-
-    baseline  group_mean       mean of the group                                     GRPO, arXiv 2402.03300
-              leave_one_out    mean of the others, so A = G / (G - 1) * (R - mean)   RLOO, 2402.14740
-              length_weighted  sum(length * R) / sum(length)                         OPO, 2505.23585
-    scale     group_std        standard deviation of the group                       GRPO
-              none             1, so that very easy and hard tasks get no boost     Dr. GRPO, 2503.20783
-              batch_std        standard deviation of all N rewards                   Lite PPO, 2508.08221
-              group_mean       mean of the group, for rewards >= 0                   MaxRL, 2602.02710
-
-    Standard deviations are unbiased (divided by G - 1), plus 1e-6. A group of one has none: ValueError.
-    """
-    rewards = torch.as_tensor(rewards)
+    if group_size < 2:
+        raise ValueError(f"group_size: {group_size} must be at least 2")
+    rewards = torch.as_tensor(rewards).detach()
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
-    if rewards.dim() != 1 or group_size < 2 or len(rewards) % group_size:
-        raise ValueError(f"group_size: {group_size} must be at least 2 and divide the N of {rewards.shape}")
-    R = rewards.view(-1, group_size)                                                    # (groups, G)
-    L = torch.ones_like(rewards) if lengths is None else torch.as_tensor(lengths).to(rewards)
-    if (baseline == "length_weighted" and lengths is None) or L.shape != rewards.shape:
-        raise ValueError(f"lengths: {lengths} must have the shape of the rewards, {rewards.shape}")
-    if scale == "group_mean" and bool((R < 0).any()):
-        raise ValueError(f"scale: group_mean needs rewards of at least 0, there is {R.min():g}")
-    L, mean = L.view(-1, group_size), R.mean(dim=1, keepdim=True)                       # (groups, G), (.., 1)
-    baselines = {"group_mean": mean, "leave_one_out": (R.sum(dim=1, keepdim=True) - R) / (group_size - 1),
-                 "length_weighted": (L * R).sum(dim=1, keepdim=True) / L.sum(dim=1, keepdim=True)}
-    scales = {"group_std": R.std(dim=1, keepdim=True) + 1e-6, "none": 1, "batch_std": rewards.std() + 1e-6,
-              "group_mean": mean}
-    for name, value, known in (("baseline", baseline, baselines), ("scale", scale, scales)):
-        if value not in known:
-            raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
-    A = (R - baselines[baseline]) / scales[scale]                                       # (groups, G)
-    # Equal rewards tell nothing, so their advantages are set to 0. The formula may give others: for eight
-    # rewards of 0.1 in float32, a rounding error is divided by an equally small standard deviation.
-    spread = R.amax(dim=1, keepdim=True) - R.amin(dim=1, keepdim=True)
-    return A.masked_fill(spread <= 1e-6 * R.abs().amax(dim=1, keepdim=True), 0).view(-1)
+    R = rewards.view(-1, group_size)                                    # (groups, G)
+    group_mean = R.mean(dim=1, keepdim=True)                            # (groups, 1)
 
-def overlong_penalty(turns, max_turns, buffer):
-    """Penalty for long episodes (DAPO, arXiv 2503.14476), counted in turns: (N,) -> (N,). It is 0 up to
-    max_turns - buffer, falls linearly to -1 at max_turns, and is never lower. No penalty with buffer 0."""
-    over = (torch.as_tensor(turns) - (max_turns - buffer)) / max(buffer, 1)
-    return -over.clamp(0, 1) if buffer else torch.zeros_like(over)
+    if baseline == "group_mean":
+        b = group_mean
+    elif baseline == "leave_one_out":
+        b = (group_size * group_mean - R) / (group_size - 1)            # (groups, G)
+    elif baseline == "length_weighted":
+        L = torch.as_tensor(lengths).to(R).view(R.shape)                # (groups, G)
+        total = L.sum(dim=1, keepdim=True)                              # (groups, 1)
+        b = torch.where(total > 0, (L * R).sum(dim=1, keepdim=True) / total, group_mean)
+    else:
+        raise ValueError(f"baseline: {baseline!r} is unknown")
+
+    if scale == "group_std":
+        divisor = R.std(dim=1, keepdim=True) + 1e-6                     # (groups, 1)
+    elif scale == "none":
+        divisor = 1
+    elif scale == "batch_std":
+        divisor = R.std() + 1e-6
+    elif scale == "group_mean":
+        if R.min() < 0:
+            raise ValueError("rewards: scale group_mean needs rewards of at least 0")
+        divisor = group_mean
+    else:
+        raise ValueError(f"scale: {scale!r} is unknown")
+
+    # For equal rewards the formula alone does not give 0, because the mean has a rounding error.
+    # Eight rewards of 0.1 in float32 would get advantages of 0.007.
+    A = (R - b) / divisor
+    return A.masked_fill(equal_rewards(R), 0).view(-1)                  # (N,)
+
+
+def equal_rewards(R):
+    """Which groups have equal rewards: (groups, G) -> (groups, 1) bool.
+
+    Rewards that differ by less than a millionth of their size count as equal, because such
+    differences come from rounding.
+    """
+    if not R.isfinite().all():
+        raise ValueError("rewards: all must be finite numbers")
+    spread = R.amax(dim=1, keepdim=True) - R.amin(dim=1, keepdim=True)
+    return spread <= 1e-6 * R.abs().amax(dim=1, keepdim=True)
+
 
 def compute_advantages(episodes, cfg):
-    """Advantages (N,) of the episodes of whole groups. The overlong penalty is added to the rewards first."""
+    """Advantages (N,) of the episodes of whole groups, as cfg says."""
     rewards = torch.tensor([episode["reward"] for episode in episodes], dtype=torch.float64)
     lengths = torch.tensor([sum(episode["mask"]) for episode in episodes])
-    turns = torch.tensor([len(episode["calls"]) for episode in episodes])
-    rewards = rewards + overlong_penalty(turns, cfg.max_turns, cfg.overlong_buffer)
+    if cfg.overlong_buffer > 0:                         # an option, see part 2
+        turns = [len(episode["calls"]) for episode in episodes]
+        rewards = rewards + overlong_penalty(turns, cfg.max_turns, cfg.overlong_buffer)
     return group_advantages(rewards, cfg.group_size, cfg.baseline, cfg.scale, lengths).float()
 
-# ---- KL divergence from a reference policy: a frozen one that pi should stay close to ----------------------
-def kl_penalty(logp, ref_logp, kind):
-    """Estimates of KL(pi || ref) at tokens that pi sampled. logp, ref_logp (B, T) -> (B, T).
 
-    l is log(ref / pi). Keep this direction: with log(pi / ref), k3 would estimate another quantity.
+# ---- The loss of a token -------------------------------------------------------------------------
+# Training is on-policy as long as pi is the policy that sampled. Then -A log pi would do as the
+# loss of a token: a step down its gradient is a step along the policy gradient. From the second
+# minibatch on, training is off-policy, and the loss is -r A with the token's ratio r, which is
+# pi / pi_old. At r = 1 both have the same gradient.
+#
+# The value of the loss does not tell you how good the policy is. At r = 1 it is -A for each token.
+# The advantages of a group add up to 0, so the mean is near 0 whatever the policy does. The norm of
+# the gradient is logged instead. It shows whether a step had anything to learn from.
 
-        k1 = -l              unbiased. Negative on some tokens, which is normal
-        k2 = l^2 / 2         slightly biased, never negative
-        k3 = e^l - 1 - l     unbiased, never negative if computed with expm1. DeepSeekMath's choice
-
-    A good estimate can be a bad loss. On average the gradient of k1 is 0, since E[grad log pi] = 0, so as a
-    loss it does nothing. The gradient of k2 is that of KL(pi || ref), and that of k3 is of KL(ref || pi).
-    """
-    if logp.shape != ref_logp.shape:
-        raise ValueError(f"shapes: logp {tuple(logp.shape)}, ref_logp {tuple(ref_logp.shape)}")
-    l = (ref_logp.detach() - logp).clamp(-20, 20)               # so that exp can't overflow
-    estimates = {"k1": -l, "k2": l ** 2 / 2, "k3": torch.expm1(l) - l}      # l.exp() - 1 rounds small l away
-    if kind not in estimates:
-        raise ValueError(f"kl_kind: {kind!r} is not one of {', '.join(estimates)}")
-    return estimates[kind]
-
-# ---- The loss ----------------------------------------------------------------------------------------------
-# The policy gradient is the gradient of -A log pi at the sampled tokens. A step down it makes tokens with
-# A > 0 likelier and those with A < 0 less likely, and so raises the expected reward. This holds on-policy,
-# while pi is the policy that sampled. After the first update it is not. The losses then correct for that with
-# the ratio r = pi / pi_old, and limit how far it can push. Such a stand-in for the objective is a surrogate.
-# At r = 1 PPO's loss is -A, and so is its derivative by log pi. A only compares the attempts of one group, so
-# the loss does not show how good the policy is. The norm of its gradient is logged instead.
-
-def aggregate_loss(per_token, mask, mode, constant=None):
-    """One loss from per-token losses (B, T) and a mask (B, T), bool or float. n: a row's tokens in the mask.
-
-                             formula                         a token's weight in rows of 2 and 4 tokens
-        token_mean           sum of all / sum of all n       1/6   1/6    (DAPO)
-        seq_mean_token_mean  mean over rows of (sum / n)     1/4   1/8    less in a longer episode (GRPO)
-        seq_mean_token_sum   mean over rows of sum           1/2   1/2    (RLOO)
-        constant             sum of all / (B * constant)     1/20  1/20   if constant is 10 (Dr. GRPO)
-
-    Give it the whole batch of an optimizer step. Averaging over averages of its parts would weight tokens
-    unequally. The two seq_mean modes average over rows that have a token. The constant is fixed beforehand,
-    unlike T, which changes from batch to batch. ValueError for shapes, modes and constants that don't fit.
-    """
-    if per_token.shape != mask.shape or mask.dim() != 2:
-        raise ValueError(f"shapes: per_token {tuple(per_token.shape)}, mask {tuple(mask.shape)}")
-    if mode == "constant" and not (constant is not None and constant > 0):
-        raise ValueError(f"agg_constant: {constant} must be greater than 0 with agg constant")
-    x = per_token.to(torch.promote_types(per_token.dtype, torch.float32))       # float16 sums are too coarse
-    n = (mask != 0).sum(dim=1, keepdim=True)                                            # (B, 1)
-    rows = (n > 0).sum().clamp(min=1)
-    divisors = {"token_mean": n.sum().clamp(min=1), "seq_mean_token_mean": rows * n.clamp(min=1),
-                "seq_mean_token_sum": rows, "constant": len(n) * (constant or 1)}
-    if mode not in divisors:
-        raise ValueError(f"agg: {mode!r} is not one of {', '.join(divisors)}")
-    return (x.masked_fill(mask == 0, 0) / divisors[mode]).sum()
 
 def ppo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2):
-    """PPO's clipped surrogate (arXiv 1707.06347): -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)
+    """PPO's clipped loss (arXiv 1707.06347), which is also GRPO's, for each token:
 
-    Because of the min, a token is clipped, and has no gradient, only if r has already gone too far in the
-    direction in which A pushes. In the first minibatch r is 1, so the clip acts from the second on.
+        loss = -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)
+
+    A token is clipped, and then has no gradient, if r has already gone too far in the direction
+    that A pushes. This is what the min is for. In the first minibatch r is 1, so nothing is clipped
+    before the second.
 
                  r < 1 - eps_low    in between     r > 1 + eps_high
         A > 0    gradient           gradient       clipped
         A < 0    clipped            gradient       gradient
 
-    logp, old_logp (B, T) are log-probabilities of the tokens, adv (B,) or (B, T) is A, mask (B, T) is true
-    (or 1) on the policy's tokens. Returns losses (B, T) and which tokens are clipped (B, T), meaningless off
-    the mask. The losses in variants.py have the same arguments and results. ValueError for other shapes.
+    With r = 1.5, a token with A = 1 is clipped and its loss is -1.2. With A = -1 it is not clipped,
+    its loss is 1.5, and its gradient brings r down again.
+
+    The clip does not stop r at the bound. It takes the gradient away after r has left the range.
+    One step can carry r far past the bound, and then the token itself does not pull it back.
+
+    logp, old_logp (B, T) are log-probabilities of the tokens under pi and pi_old. adv is A, (B,) or
+    (B, T). mask (B, T) is true or 1 on the policy's tokens, and all other positions are ignored.
+    Returns the losses (B, T), and which tokens are clipped (B, T). Raises ValueError for other
+    shapes, which would broadcast to a wrong result.
     """
-    if logp.dim() != 2 or not (logp.shape == old_logp.shape == mask.shape
-                               and adv.shape in (logp.shape, logp.shape[:1])):
-        raise ValueError(f"logp {logp.shape}, old_logp {old_logp.shape}, adv {adv.shape}, mask {mask.shape}")
-    A = (adv if adv.shape == logp.shape else adv[:, None]).masked_fill(mask == 0, 0)        # (B, T)
-    log_r = (logp - old_logp.detach()).masked_fill(mask == 0, 0).clamp(-20, 20)         # (B, T)
-    r = log_r.exp()                                                                     # (B, T)
-    unclipped, clipped = r * A, r.clamp(1 - eps_low, 1 + eps_high) * A
-    return -torch.minimum(unclipped, clipped), unclipped > clipped
+    B, T = logp.shape
+    if adv.shape == (B,):
+        adv = adv[:, None].expand(B, T)
+    if not logp.shape == old_logp.shape == adv.shape == mask.shape:
+        raise ValueError(f"shapes: {logp.shape}, {old_logp.shape}, {adv.shape}, {mask.shape}")
+    A = adv.detach().masked_fill(mask == 0, 0)
+    log_r = (logp - old_logp.detach()).masked_fill(mask == 0, 0)
+    r = log_r.clamp(-20, 20).exp()                      # so that exp can't overflow
+    unbounded = r * A
+    bounded = r.clamp(1 - eps_low, 1 + eps_high) * A
+    clipped = unbounded > bounded                       # then the loss is constant: no gradient
+    return -torch.minimum(unbounded, bounded), clipped
+
+
+LOSSES = {"token": ppo_policy_loss, **POLICY_LOSSES}    # the others are in variants.py
+
 
 def policy_loss(logp, old_logp, adv, mask, cfg):
-    """The scalar loss that cfg chooses, and a dict of statistics of the policy's tokens: clip_frac (the share
-    that is clipped), ratio_min, ratio_max, logratio_pos and logratio_neg (mean log r where A > 0, A < 0)."""
-    losses = {"token": ppo_policy_loss, **POLICY_LOSSES}
-    per_token, clipped = losses[cfg.ratio_level](logp, old_logp, adv, mask, cfg.eps_low, cfg.eps_high)
-    loss = aggregate_loss(per_token, mask, cfg.agg, cfg.agg_constant)
-    on = mask != 0
-    log_r = (logp - old_logp).detach()[on].clamp(-20, 20)                               # (policy tokens,)
-    A = (adv if adv.shape == logp.shape else adv[:, None]).expand_as(logp)[on]          # (policy tokens,)
-    low, high = log_r.aminmax() if len(log_r) else (log_r.mean(), log_r.mean())         # without tokens nan
-    return loss, {"clip_frac": clipped[on].float().mean(), "ratio_min": low.exp(), "ratio_max": high.exp(),
-                  "logratio_pos": log_r[A > 0].mean(), "logratio_neg": log_r[A < 0].mean()}
+    """The losses of tokens (B, T), and which are clipped, by the function that cfg names."""
+    loss = LOSSES[cfg.ratio_level]
+    return loss(logp, old_logp, adv, mask, cfg.eps_low, cfg.eps_high)
 
-# ---- The update --------------------------------------------------------------------------------------------
-UPDATE_STATS = ("clip_frac", "approx_kl", "ratio_min", "ratio_max", "logratio_pos", "logratio_neg", "entropy",
-                "grad_norm", "kl_ref", "logp_gap")
+
+# ---- From the losses of tokens to one loss -------------------------------------------------------
+
+
+def token_weights(mask, mode, constant=None):
+    """The weight of each token in the loss: (B, T), 0 where the mask is 0.
+
+    The loss is the sum of weight times per-token loss. The modes differ in what is averaged:
+
+                             the loss is the              a token's weight in rows of 2 and 4 tokens
+        token_mean           mean over all tokens         1/6   1/6    the same everywhere (DAPO)
+        seq_mean_token_mean  mean of the rows' means      1/4   1/8    less in long rows (GRPO)
+        seq_mean_token_sum   mean of the rows' sums       1/2   1/2    (RLOO)
+        constant             sum / (rows * constant)      1/20  1/20   if constant is 10 (Dr. GRPO)
+
+    The two seq_ modes count only rows that have a token, and constant counts all rows. The constant
+    must not change during training. So it can't be T, which differs from batch to batch. The mask
+    must be that of the whole minibatch, even if the model is run on parts of it (see rl_update).
+    """
+    on = (mask != 0).float()                            # (B, T) 1 on the policy's tokens
+    n = on.sum(dim=1, keepdim=True).clamp(min=1)        # (B, 1) tokens in each row
+    rows = on.any(dim=1).sum().clamp(min=1)             # () rows that have a token
+    if mode == "token_mean":
+        return on / on.sum().clamp(min=1)
+    if mode == "seq_mean_token_mean":
+        return on / n / rows
+    if mode == "seq_mean_token_sum":
+        return on / rows
+    if mode == "constant" and (constant or 0) > 0:
+        return on / (len(on) * constant)
+    raise ValueError(f"agg: {mode!r} is unknown, or agg_constant {constant} is not above 0")
+
+
+def aggregate_loss(per_token, mask, mode, constant=None):
+    """One loss from per-token losses (B, T): the sum of weight times loss.
+
+    rl_update computes the same sum in parts. This function is for code that does not need parts.
+    """
+    if per_token.shape != mask.shape:
+        raise ValueError(f"shapes: {per_token.shape} and {mask.shape} differ")
+    weight = token_weights(mask, mode, constant)                        # (B, T)
+    return (weight * per_token.masked_fill(mask == 0, 0)).sum()
+
+
+# ---- The update ----------------------------------------------------------------------------------
+
 
 def rl_update(model, optimizer, episodes, cfg, generator, ref_model=None):
-    """cfg.epochs passes over the episodes, each with cfg.minibatches optimizer steps. Changes model.
+    """Trains on the episodes of a step. Returns statistics, see update_stats.
 
-    Returns a dict of UPDATE_STATS, nan where there is nothing to measure. approx_kl is KL(pi_old || pi).
-    logp_gap is the largest difference between the sampler's and the trainer's log-probability of a token.
-    FloatingPointError before a step whose loss or gradient is not finite.
+    It passes over the episodes cfg.epochs times. Each pass cuts them at random into cfg.minibatches
+    minibatches, and takes one optimizer step on each of these. (A cut may separate the attempts of
+    a group, whose advantages are known by then.) If every advantage in a minibatch is 0, and there
+    is no KL term, it takes no step, because Adam's momentum would move the weights even with a
+    gradient of 0. It raises FloatingPointError before a step whose gradient is not finite.
+
+    It stores in each episode its `advantage`, and the `weight` that each of its tokens had in the
+    loss (of the last epoch).
     """
-    if ref_model is model:
-        raise ValueError("ref_model: the policy can't be its own reference, because the KL would always be 0")
-    if not episodes:                            # dynamic sampling or filtering has left nothing
+    if not episodes:                                    # an option of part 2 dropped all groups
         return dict.fromkeys(UPDATE_STATS, math.nan)
-    batch, adv = collate(episodes), compute_advantages(episodes, cfg)                   # (N, T), (N,)
-    if cfg.mask_truncated:                      # truncated ones count in the baseline only
-        cut = torch.tensor([bool(getattr(episode["env"], "truncated", False)) for episode in episodes])
-        batch["mask"] &= ~cut[:, None]
-    mask, records = batch["mask"], []
-    with torch.no_grad():       # pi_old is computed by the same function as pi, so that r starts at 1
-        old_logp, entropy = token_logps(model, batch, cfg.temperature, with_entropy=True)   # (N, T)
-        ref_logp = None if ref_model is None else token_logps(ref_model, batch, cfg.temperature)
-    # If A is 0 and no KL term pulls, an episode has no gradient whatever pi is, so it is not run again. It
-    # keeps pi_old's log-probabilities (r = 1), and its tokens still count in the loss's divisor.
-    needed = mask.any(dim=1) & ((adv != 0) | bool(ref_model is not None and cfg.kl_coef > 0))     # (N,)
+    batch = make_batch(model, episodes, cfg, ref_model)                 # (N, T) each
+    seen, norms = [], []                                # for the statistics
     for _ in range(cfg.epochs):
-        for rows in torch.randperm(len(episodes), generator=generator).tensor_split(cfg.minibatches):
-            old, m, run, logp = old_logp[rows], mask[rows], needed[rows], old_logp[rows].clone()    # (B, ...)
-            if run.any():
-                part = {name: tensor[rows[run]] for name, tensor in batch.items()}
-                logp[run] = token_logps(model, part, cfg.temperature)
-            loss, stats = policy_loss(logp, old, adv[rows], m, cfg)
-            ran = m & run[:, None]                                                      # (B, T)
-            stats["approx_kl"] = kl_penalty(old, logp.detach(), "k3")[ran].mean()
-            if ref_model is not None:           # the mean over policy tokens, whatever cfg.agg is
-                kl = kl_penalty(logp, ref_logp[rows], cfg.kl_kind)[ran].mean()
-                stats["kl_ref"], loss = kl.detach(), loss + cfg.kl_coef * kl
-            stats["grad_norm"] = torch.zeros(())
-            if run.any():
-                optimizer.zero_grad()
+        order = torch.randperm(len(episodes), generator=generator)
+        for rows in order.tensor_split(cfg.minibatches):
+            on = batch["mask"][rows]                    # (B, T) the policy's tokens
+            batch["weight"][rows] = token_weights(on, cfg.agg, cfg.agg_constant)
+
+            # If the advantage of an episode is 0, and there is no KL term, its gradient is 0 too.
+            # The model is not run on it. Its tokens still count: the weights include them.
+            useful = on.any(dim=1)                                      # (B,)
+            if cfg.kl_coef == 0:
+                useful &= batch["adv"][rows].any(dim=1)
+            if not useful.any():
+                continue
+            to_run = {name: x[rows[useful]] for name, x in batch.items()}
+
+            # The rows are run in parts of similar length, to save padding. Each backward() adds to
+            # the gradient. Every token already has its weight in the whole minibatch, and rows do
+            # not influence each other. So the gradients of the parts add up to that of the loss. A
+            # mean within each part would not.
+            optimizer.zero_grad()
+            for _, part in similar_lengths(to_run):
+                logp = token_logps(model, part, cfg.temperature)        # (b, t) of this part
+                per_token, clipped = policy_loss(
+                    logp, part["old_logp"], part["adv"], part["mask"], cfg
+                )
+                loss = (part["weight"] * per_token).sum()
+                if cfg.kl_coef > 0:                     # an option, see kl_penalty
+                    kl = kl_penalty(logp, part["ref_logp"], cfg.kl_kind)
+                    loss = loss + cfg.kl_coef * kl[part["mask"]].sum() / on.sum()
                 loss.backward()
-                stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-                if not (loss.isfinite() and stats["grad_norm"].isfinite()):
-                    raise FloatingPointError(f"loss {loss:.3g}, gradient norm {stats['grad_norm']:.3g}, "
-                                             f"largest ratio {stats['ratio_max']:.3g}")
-                optimizer.step()
-            tokens = {"approx_kl": ran, "kl_ref": ran, "logratio_pos": m & (adv[rows] > 0)[:, None],
-                      "logratio_neg": m & (adv[rows] < 0)[:, None]}     # the others: all of m
-            records.append({name: (stats[name].item(), tokens.get(name, m).sum().item()) for name in stats})
-    gap = (old_logp - batch.get("logps", old_logp))[mask].abs()
-    return {**average(records), "entropy": entropy[mask].mean().item(),
-            "logp_gap": gap.max().item() if len(gap) else math.nan}
+                # for update_stats only: log r, clipped and A of each of the policy's tokens
+                log_r = logp.detach() - part["old_logp"]
+                seen.append([x[part["mask"]] for x in (log_r, clipped, part["adv"])])
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+            if not norm.isfinite():
+                raise FloatingPointError(f"the gradient is {norm}: try a lower lr")
+            optimizer.step()
+            norms.append(norm.item())
+    for i, episode in enumerate(episodes):
+        episode["advantage"] = batch["adv"][i, 0].item()
+        episode["weight"] = batch["weight"][i].max().item()     # 0 at other tokens
+    return update_stats(batch, seen, norms, cfg)
 
-def average(records):
-    """Token-weighted means of UPDATE_STATS. A record of a minibatch: name -> (mean, number of tokens)."""
-    result = dict.fromkeys(UPDATE_STATS, math.nan)
-    for name in records[0]:
-        if values := [record[name] for record in records if record[name][1]]:
-            result[name] = sum(value * n for value, n in values) / sum(n for _, n in values)
-        if values and name in ("ratio_min", "ratio_max"):
-            result[name] = (min if name == "ratio_min" else max)(values)[0]
-    return result
 
-# ---- The loop ----------------------------------------------------------------------------------------------
-def train_rl(model, tok, cfg, train_tasks, eval_tasks=None, ref_model=None, env_factory=None, on_step=None):
+def make_batch(model, episodes, cfg, ref_model):
+    """All that an update needs to know about its episodes: a dict of tensors (N, T)."""
+    if ref_model is model:
+        raise ValueError("ref_model: a policy's distance from itself is always 0")
+    batch = collate(episodes)
+    A = compute_advantages(episodes, cfg)                               # (N,)
+    batch["adv"] = A[:, None].expand(batch["ids"].shape)    # (N, T) like all the others
+    batch["weight"] = torch.zeros(batch["ids"].shape)   # rl_update fills it in
+    if cfg.mask_truncated:
+        # Truncated episodes count for the baseline of their group, but not in the loss.
+        kept = torch.tensor([not episode["env"].truncated for episode in episodes])
+        batch["mask"] = batch["mask"] & kept[:, None]
+    # No step has been taken yet, so the model is still pi_old. Its log-probabilities are computed
+    # again, by the function that computes pi. Those of the sampler differ a little, because
+    # computing with a cache rounds differently, and r should start at 1.
+    batch["old_logp"], batch["entropy"] = frozen_logps(model, batch, cfg.temperature)
+    if ref_model is not None:
+        batch["ref_logp"], _ = frozen_logps(ref_model, batch, cfg.temperature)
+    return batch
+
+
+# ---- The loop ------------------------------------------------------------------------------------
+
+
+def train_rl(
+    model, tok, cfg, train_tasks,
+    eval_tasks=None, ref_model=None, env_factory=None, on_step=None,
+):
     """Trains model in place. Returns the history, a list with a dict for each step:
 
         step, and behavior_stats of all sampled episodes
-        episodes, tokens                        how many were sampled, tokens of policy and environment
-        zero_adv_frac, all_passed, all_failed   shares of groups: rewards are equal; all pass; all fail
-        UPDATE_STATS                            see rl_update and policy_loss
-        eval_pass_rate                          on eval_tasks every eval_every steps and at the end, else nan
+        episodes                                how many were sampled
+        tokens                                  all their tokens, policy's and environment's
+        zero_adv_frac, all_passed, all_failed   shares of groups: equal rewards; all pass; all fail
+        UPDATE_STATS                            see update_stats
+        eval_pass_rate                          on eval_tasks, nan in steps without an evaluation
         sec_sample, sec_update                  seconds
 
-    ref_model is the reference of the KL term, by default a copy of the present model if kl_coef > 0.
-    on_step(row, episodes) is called after each step with its dict and the episodes that were trained on.
-    ValueError for settings that make no sense. FloatingPointError, with the step, for a loss or gradient that
-    is not finite. The model then has the weights from before that optimizer step.
+    ref_model is the reference of the KL term, by default a copy of the model as it is at the start.
+    env_factory(task, cfg, rng) makes an environment. on_step(row, episodes) is called after each
+    step. row is the dict of the step, to which on_step may add. episodes are those that were
+    trained on.
     """
     check_config(cfg, len(train_tasks))
     if cfg.kl_coef > 0 and ref_model is None:
         ref_model = copy.deepcopy(model)
-    optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.95))
-    history, n_updated = [], 0
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.95))     # lr is set below
+    changes = 0                                 # steps of this loop that changed the model
+    history = []
     for step in range(cfg.steps):
-        generator, started = step_generator(cfg.seed, step), time.perf_counter()
-        try:
+        start = time.perf_counter()
+        generator = step_generator(cfg.seed, step)
+        if cfg.dynamic_sampling or cfg.filter_zero_adv:     # options, see part 2
             kept, sampled = sample_step(model, tok, cfg, train_tasks, generator, env_factory)
-            sampled_at = time.perf_counter()
-            for parameters in optimizer.param_groups:
-                parameters["lr"] = cfg.lr * min(1, (n_updated + 1) / max(cfg.warmup_steps, 1))
-            update = rl_update(model, optimizer, kept, cfg, generator, ref_model)
-            updated_at, evaluation = time.perf_counter(), {"pass_rate": math.nan}
-            if eval_tasks and cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps - 1):
-                evaluation = evaluate(model, tok, eval_tasks, cfg.eval_samples, cfg, env_factory)
-        except FloatingPointError as error:
-            raise FloatingPointError(f"step {step}: {error}. Try an lr below {cfg.lr:g}") from None
-        n_updated += update["grad_norm"] > 0
-        groups = [sampled[i:i + cfg.group_size] for i in range(0, len(sampled), cfg.group_size)]
-        passes = [behavior_stats(group)["pass_rate"] for group in groups if no_signal(group)]
-        history.append({
-            "step": step, **behavior_stats(sampled), "episodes": len(sampled),
-            "tokens": sum(len(episode["ids"]) for episode in sampled),
-            "zero_adv_frac": len(passes) / len(groups), "all_passed": passes.count(1) / len(groups),
-            "all_failed": passes.count(0) / len(groups), **update, "eval_pass_rate": evaluation["pass_rate"],
-            "sec_sample": sampled_at - started, "sec_update": updated_at - sampled_at})
+        else:
+            kept = sampled = sample_batch(model, tok, cfg, train_tasks, generator, env_factory)
+        sampled_at = time.perf_counter()
+
+        # The warmup counts only steps that changed the model.
+        warmup = min(1, (changes + 1) / max(1, cfg.warmup_steps))
+        optimizer.param_groups[0]["lr"] = cfg.lr * warmup
+        update = rl_update(model, optimizer, kept, cfg, generator, ref_model)
+        if update["grad_norm"] > 0:
+            changes += 1
+        updated_at = time.perf_counter()
+
+        row = {
+            "step": step,
+            **behavior_stats(sampled),
+            **group_stats(sampled, cfg),
+            **update,
+            "eval_pass_rate": math.nan,
+            "sec_sample": sampled_at - start,
+            "sec_update": updated_at - sampled_at,
+        }
+        last = step == cfg.steps - 1
+        if eval_tasks and cfg.eval_every > 0 and (last or step % cfg.eval_every == 0):
+            stats = evaluate(model, tok, eval_tasks, cfg.eval_samples, cfg, env_factory)
+            row["eval_pass_rate"] = stats["pass_rate"]
+        history.append(row)
         if on_step:
-            on_step(history[-1], kept)
+            on_step(row, kept)
     return history
 
+
 def evaluate(model, tok, tasks, n_samples, cfg, env_factory=None):
-    """behavior_stats of n_samples episodes of each task, with cfg. cfg.seed alone decides the randomness."""
+    """behavior_stats of n_samples episodes of each task. cfg.seed alone decides the randomness."""
+    generator = step_generator(cfg.seed, -1)            # no training step has the number -1
     return behavior_stats(
-        sample_groups(model, tok, tasks, n_samples, cfg, step_generator(cfg.seed, -1), env_factory))
+        sample_groups(model, tok, tasks, n_samples, cfg, generator, env_factory)
+    )
 
-# ---- Command line. From here on nothing is about GRPO. -----------------------------------------------------
-CHOICES = {"baseline": ("group_mean", "leave_one_out", "length_weighted"),
-           "scale": ("group_std", "none", "batch_std", "group_mean"), "kl_kind": ("k1", "k2", "k3"),
-           "agg": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"),
-           "ratio_level": ("token", *POLICY_LOSSES)}
-LOWEST = {"steps": 0, "prompts_per_step": 1, "group_size": 2, "minibatches": 1, "epochs": 1,
-          "eval_samples": 1, "warmup_steps": 0, "max_sample_rounds": 1, "overlong_buffer": 0, "max_edits": 0,
-          "max_turns": 1, "eval_every": 0, "seed": 0, "eps_low": 0, "eps_high": 0, "kl_coef": 0}  # others > 0
 
-def check_config(cfg, n_tasks=None):
-    """ValueError for the first field that makes no sense, with its name, its value and what is allowed."""
-    def require(name, holds, rule):
+# ==================================================================================================
+# Part 2. Options that the variants use
+# ==================================================================================================
+
+
+def split_groups(episodes, cfg):
+    """The groups of a list of episodes."""
+    G = cfg.group_size
+    return [episodes[i:i + G] for i in range(0, len(episodes), G)]
+
+
+def zero_advantage(group):
+    """True if the rewards of a group are equal (before any overlong penalty)."""
+    rewards = [episode["reward"] for episode in group]
+    return bool(equal_rewards(torch.tensor([rewards], dtype=torch.float64)))
+
+
+def sample_step(model, tok, cfg, train_tasks, generator, env_factory=None):
+    """The episodes of one step with groups of equal rewards left out: (kept, sampled).
+
+    kept are trained on, sampled are all that were played. Dynamic sampling (DAPO, arXiv 2503.14476)
+    samples more tasks until the batch is full again. After max_sample_rounds it trains on what it
+    has, because otherwise it might sample forever. filter_zero_adv replaces nothing.
+    """
+    rng = python_rng(generator)
+    P, G = cfg.prompts_per_step, cfg.group_size
+    rounds = cfg.max_sample_rounds if cfg.dynamic_sampling else 1
+    order = []                                          # all tasks, shuffled, as often as needed
+    while len(order) < rounds * P:
+        order += rng.sample(train_tasks, len(train_tasks))
+    kept, sampled = [], []
+    for i in range(0, rounds * P, P):
+        episodes = sample_groups(model, tok, order[i:i + P], G, cfg, generator, env_factory)
+        sampled += episodes
+        for group in split_groups(episodes, cfg):
+            if not zero_advantage(group):
+                kept += group
+        if len(kept) >= P * G:
+            break
+    return kept[:P * G], sampled
+
+
+def overlong_penalty(turns, max_turns, buffer):
+    """Penalty for long episodes (DAPO, arXiv 2503.14476), counted in turns: (N,) -> (N,).
+
+    It is 0 up to max_turns - buffer, falls linearly to -1 at max_turns, and is never lower.
+    """
+    turns = torch.as_tensor(turns)
+    if buffer == 0:
+        return torch.zeros(turns.shape)
+    over = turns - (max_turns - buffer)
+    return -(over / buffer).clamp(0, 1)
+
+
+def kl_penalty(logp, ref_logp, kind):
+    """Estimates of KL(pi || ref) at tokens that pi sampled. logp, ref_logp (B, T) -> (B, T).
+
+    The Kullback-Leibler divergence says how far pi is from a reference policy, which is frozen.
+    Here it compares distributions of the next token: it is the expectation of log(pi / ref) over
+    tokens that pi samples. With l = log(ref / pi):
+
+        k1 = -l              unbiased. Negative on some tokens, which is normal
+        k2 = l^2 / 2         slightly biased, never negative
+        k3 = e^l - 1 - l     unbiased, never negative if computed with expm1. DeepSeekMath's choice
+
+    k3 is k1 + (e^l - 1). It is unbiased because k1 is, and because e^l - 1 has the expectation 0:
+    e^l is ref / pi, so its expectation is the sum of pi * (ref / pi) over all tokens. This is the
+    sum of ref, which is 1.
+
+    A good estimate can be a bad loss. The KL depends on the weights in two ways: through the
+    estimate, and through which tokens pi samples. backward() sees only the first. So even an
+    unbiased estimate can have a different gradient from the KL's. Here g is grad log pi, so -g is
+    grad l:
+
+              gradient       its expectation over tokens that pi samples
+        k1    g              0, so as a loss it only adds noise
+        k2    -l g           the gradient of KL(pi || ref)
+        k3    (1 - e^l) g    the gradient of KL(ref || pi)
+
+    k2: grad KL(pi || ref) = grad of the sum of pi * (-l)
+                           = sum of (grad pi) * (-l) + sum of pi * g      since grad (-l) = g
+                           = sum of pi * (-l g) + 0                       since grad pi = pi * g
+    k3: g alone has the expectation 0. Since pi e^l = ref, the expectation of -e^l g is the sum of
+    -ref * grad log pi. This is the gradient of KL(ref || pi), the sum of ref * log(ref / pi).
+
+    From the second minibatch on, pi_old made the tokens. Then all of this is only approximate.
+
+    The KL term of the loss is kl_coef times the mean of the estimates over the minibatch's policy
+    tokens, whatever cfg.agg is. The trainers TRL and verl average it as they average the loss.
+    """
+    if logp.shape != ref_logp.shape:
+        raise ValueError(f"shapes: {logp.shape} and {ref_logp.shape} differ")
+    l = (ref_logp.detach() - logp).clamp(-20, 20)       # so that exp can't overflow
+    if kind == "k1":
+        return -l
+    if kind == "k2":
+        return l ** 2 / 2
+    if kind == "k3":
+        # in float32, l.exp() - 1 - l is negative for about a third of small values of l
+        return torch.expm1(l) - l
+    raise ValueError(f"kl_kind: {kind!r} is unknown")
+
+
+# ==================================================================================================
+# Part 3. What a run does
+# ==================================================================================================
+
+# ---- Statistics ----------------------------------------------------------------------------------
+
+UPDATE_STATS = (
+    "clip_frac", "approx_kl", "ratio_min", "ratio_max", "logratio_pos", "logratio_neg",
+    "entropy", "grad_norm", "kl_ref", "logp_gap",
+)
+
+
+def update_stats(batch, seen, norms, cfg):
+    """What rl_update did, as a dict of numbers. nan where there is nothing to measure.
+
+    seen has log r, clipped and A of the policy's tokens in each part. norms has the norm of each
+    step's gradient.
+
+    These are measured on the tokens that the model was run on. Without a KL term, they are the
+    policy's tokens in episodes whose advantage is not 0:
+
+        ratio_min, ratio_max         the smallest and the largest ratio
+        logratio_pos, logratio_neg   the mean of log r where A > 0, and where A < 0
+        approx_kl                    how far pi has moved from pi_old: the mean of r - 1 - log r.
+                                     The tokens are pi_old's, so this is k3 with pi_old in the
+                                     place of pi, and pi in that of ref: KL(pi_old || pi)
+
+    Each minibatch is measured just before its own step. So the ratios of the first are 1 (up to
+    rounding), and what the last step does is not seen.
+
+    These are measured on all the policy's tokens of the batch:
+
+        clip_frac    the share that was clipped
+        entropy      of the policy that sampled, in nats: how undecided it was
+        kl_ref       an estimate of KL(pi_old || reference), see kl_penalty
+        logp_gap     the largest difference between the sampler's and the trainer's log-probability
+
+    grad_norm is the mean norm of the gradients before they were scaled down. It is 0 if there were
+    episodes but no step was taken.
+    """
+    on = batch["mask"]
+    stats = dict.fromkeys(UPDATE_STATS, math.nan)
+    stats["grad_norm"] = 0
+    if on.any():
+        stats["clip_frac"] = 0
+        stats["entropy"] = batch["entropy"][on].mean()
+        stats["logp_gap"] = (batch["old_logp"] - batch["logps"])[on].abs().max()
+        if "ref_logp" in batch:
+            kl = kl_penalty(batch["old_logp"], batch["ref_logp"], cfg.kl_kind)
+            stats["kl_ref"] = kl[on].mean()
+    if norms:
+        # join the parts: (tokens,) each
+        log_r, clipped, A = (torch.cat(parts) for parts in zip(*seen))
+        stats.update(
+            grad_norm=mean(norms),
+            clip_frac=clipped.sum() / (cfg.epochs * on.sum()),
+            approx_kl=(torch.expm1(log_r) - log_r).mean(),
+            ratio_min=log_r.min().exp(),
+            ratio_max=log_r.max().exp(),
+            logratio_pos=log_r[A > 0].mean(),
+            logratio_neg=log_r[A < 0].mean(),
+        )
+    return {name: float(value) for name, value in stats.items()}
+
+
+def group_stats(episodes, cfg):
+    """Counts of the episodes of a step, and the shares of its groups with equal rewards."""
+    groups = split_groups(episodes, cfg)
+    equal = [group for group in groups if zero_advantage(group)]
+    passed = [behavior_stats(group)["pass_rate"] for group in equal]
+    return {
+        "episodes": len(episodes),
+        "tokens": sum(len(episode["ids"]) for episode in episodes),
+        "zero_adv_frac": len(equal) / len(groups),
+        "all_passed": passed.count(1) / len(groups),
+        "all_failed": passed.count(0) / len(groups),
+    }
+
+
+# ---- Tables --------------------------------------------------------------------------------------
+
+PROGRESS = "step reward  read 1st  1st right  entropy  clip  zero adv  held-out"
+
+
+def progress_line(row):
+    """The numbers of a step, below the headings of PROGRESS. Shows nan as "-"."""
+    return (
+        f"{row['step']:4}{row['reward']:7.3f}{row['read_first']:10.3f}"
+        f"{row['first_edit_right']:11.3f}{row['entropy']:9.3f}{row['clip_frac']:6.3f}"
+        f"{row['zero_adv_frac']:10.3f}{row['eval_pass_rate']:10.3f}"
+    ).replace("nan", "  -")
+
+
+OUTCOME = "pass rate  read 1st  1st right  reads  tests  edits  turns  tokens  truncated"
+
+
+def outcome_line(stats):
+    """What an agent did, below the headings of OUTCOME. Shows nan as "-"."""
+    return (
+        f"{stats['pass_rate']:9.3f}{stats['read_first']:10.3f}{stats['first_edit_right']:11.3f}"
+        f"{stats['reads']:7.2f}{stats['tests']:7.2f}{stats['edits']:7.2f}{stats['turns']:7.2f}"
+        f"{stats['policy_tokens']:8.2f}{stats['truncated']:11.3f}"
+    ).replace("nan", "  -")
+
+
+def show_group(step, episodes, model, tok, cfg):
+    """Prints one group of a step, and what the update did to its best and its worst attempt."""
+    groups = [group for group in split_groups(episodes, cfg) if not zero_advantage(group)]
+    if not groups:
+        print(f"\nstep {step}: the rewards are equal within every group\n")
+        return
+    group = groups[0]
+    print(f"\nstep {step}: one group after the update (each attempt has another function name)")
+    print(transcript(BugFixEnv(group[0]["env"].task), [["read"]]))
+    print("\nattempt  reward  advantage  weight of a token  calls")
+    for i, e in enumerate(group):
+        numbers = f"{i:7}{e['reward']:8.2f}{e['advantage']:+11.2f}{e['weight']:19.5f}"
+        print(f"{numbers}  {calls_text(e['calls'])}")
+
+    batch = collate(group)
+    A = torch.tensor([episode["advantage"] for episode in group])       # (G,)
+    before = batch["logps"]                             # (G, T) the sampler's, almost pi_old
+    after, _ = frozen_logps(model, batch, cfg.temperature)              # (G, T)
+    # the tokens that would be clipped if another step followed
+    _, clipped = policy_loss(after, before, A, batch["mask"], cfg)
+    for i in (int(A.argmax()), int(A.argmin())):
+        print(f"\nattempt {i}, advantage {A[i]:+.2f}")
+        print("  token         before   after   ratio")
+        words = decode(tok, group[i]["ids"])
+        mask = group[i]["mask"]
+        # stretches of words by the same speaker
+        for sampled, places in groupby(range(len(words)), key=lambda t: mask[t]):
+            if not sampled:
+                text = " ".join(words[t] for t in places)
+                print("  not trained on:", text.replace("\n", "\\n"))
+                continue
+            for t in places:
+                p, q = before[i, t].exp(), after[i, t].exp()
+                note = "  clipped" if clipped[i, t] else ""
+                print(f"  {words[t]:12}{p:8.3f}{q:8.3f}{q / p:8.3f}{note}")
+    print()
+
+
+def print_outcome(before, after, tok, cfg):
+    """Plays with two policies, before and after training, and prints what they do."""
+    print(f"\n{'':24}{OUTCOME}")
+    played = {}
+    for when, model in (("before", before), ("after", after)):
+        for label, tasks in (("training tasks", TRAIN_TASKS), ("held-out tasks", HELDOUT_TASKS)):
+            episodes = sample_groups(model, tok, tasks, 16, cfg, step_generator(cfg.seed, -1))
+            print(f"{when + ', ' + label:24}{outcome_line(behavior_stats(episodes))}")
+        played[when] = episodes                         # those on the held-out tasks, the last
+
+    # An example: the first of the attempts before training that failed in the most common way. Then
+    # the attempt with the same index after training. It is at the same task.
+    failed = [episode for episode in played["before"] if not episode["env"].passed]
+    example = played["before"].index(most_common(failed or played["before"]))
+    for when, episodes in played.items():
+        env = make_env(episodes[example]["env"].task, cfg, None)
+        print(f"\n{when}, on a held-out task")
+        print(transcript(env, episodes[example]["calls"]))
+
+
+# ==================================================================================================
+# Part 4. Command line. Nothing from here on is about GRPO.
+# ==================================================================================================
+# ---- Command line --------------------------------------------------------------------------------
+
+CHOICES = {
+    "baseline": ("group_mean", "leave_one_out", "length_weighted"),
+    "scale": ("group_std", "none", "batch_std", "group_mean"),
+    "ratio_level": tuple(LOSSES),
+    "agg": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"),
+    "kl_kind": ("k1", "k2", "k3"),
+}
+
+
+LOWEST = {
+    # field -> its smallest value
+    "steps": 0,
+    "prompts_per_step": 1,
+    "group_size": 2,
+    "minibatches": 1,
+    "epochs": 1,
+    "eps_low": 0,
+    "eps_high": 0,
+    "seed": 0,
+    "warmup_steps": 0,
+    "max_turns": 1,
+    "eval_every": 0,
+    "eval_samples": 1,
+    "kl_coef": 0,
+    "max_sample_rounds": 1,
+    "overlong_buffer": 0,
+}
+
+
+def check_config(cfg, n_tasks=math.inf):
+    """Raises ValueError for the first setting that makes no sense, with its name and value."""
+    episodes = cfg.prompts_per_step * cfg.group_size
+    has_constant = cfg.agg != "constant" or (cfg.agg_constant or 0) > 0
+    may_be_negative = cfg.scale == "group_mean" and cfg.overlong_buffer > 0
+    both_filters = cfg.filter_zero_adv and cfg.dynamic_sampling
+    rules = [
+        # field, whether it makes sense, what is required
+        ("prompts_per_step", cfg.prompts_per_step <= n_tasks, f"at most {n_tasks} (tasks)"),
+        ("minibatches", cfg.minibatches <= episodes, f"at most {episodes} (episodes)"),
+        ("eps_low", cfg.eps_low <= 1, "at most 1"),
+        ("lr", cfg.lr > 0, "greater than 0"),
+        ("temperature", cfg.temperature > 0, "greater than 0"),
+        ("seed", cfg.seed < 2 ** 32, "below 2^32"),
+        ("max_grad_norm", cfg.max_grad_norm > 0, "greater than 0"),
+        ("max_edits", (cfg.max_edits or 0) >= 0, "none, or at least 0"),
+        ("agg_constant", has_constant, "greater than 0 with agg constant"),
+        ("overlong_buffer", cfg.overlong_buffer <= cfg.max_turns, "at most max_turns"),
+        ("overlong_buffer", not may_be_negative, "0 with scale group_mean: rewards must be >= 0"),
+        ("filter_zero_adv", not both_filters, "false with dynamic_sampling, which does more"),
+    ]
+    for name, lowest in LOWEST.items():
+        rules.append((name, getattr(cfg, name) >= lowest, f"at least {lowest}"))
+    for name, allowed in CHOICES.items():
+        rules.append((name, getattr(cfg, name) in allowed, f"one of {', '.join(allowed)}"))
+    for name, holds, required in rules:
         if not holds:
-            raise ValueError(f"{name}: {getattr(cfg, name)!r} must be {rule}")
-    for field in fields(cfg):
-        name, value = field.name, getattr(cfg, field.name)
-        kind, *optional = getattr(field.type, "__args__", (field.type,))        # Optional[int]: int, NoneType
-        if value is None and optional:
-            continue
-        if name in CHOICES:
-            require(name, value in CHOICES[name], f"one of {', '.join(CHOICES[name])}")
-        elif name == "reward":
-            require(name, callable(value), "a function of an environment")
-        elif kind is bool:
-            require(name, type(value).__name__ in ("bool", "bool_"), "true or false")       # bool_ is numpy's
-        else:
-            number = isinstance(value, numbers.Integral if kind is int else numbers.Real)
-            finite = number and (abs(value) < math.inf or value == math.inf and name == "max_grad_norm")
-            require(name, finite and not isinstance(value, bool), f"a finite {kind.__name__}")
-            require(name, value >= LOWEST.get(name, value), f"at least {LOWEST.get(name)}")
-            require(name, value > 0 or name in LOWEST, "greater than 0")
-    episodes, turns = cfg.prompts_per_step * cfg.group_size, cfg.max_turns
-    require("minibatches", cfg.minibatches <= episodes, f"at most {episodes}, the episodes of a step")
-    if n_tasks is not None:
-        require("prompts_per_step", cfg.prompts_per_step <= n_tasks, f"at most {n_tasks}, the training tasks")
-    require("overlong_buffer", cfg.overlong_buffer <= turns, f"at most {turns}, the value of max_turns")
-    require("eps_low", cfg.eps_low <= 1 or cfg.ratio_level in ("gmpo", "sapo", "none"), "at most 1")
-    require("agg_constant", cfg.agg != "constant" or cfg.agg_constant, "a number if agg is constant")
-    if cfg.scale == "group_mean":
-        require("overlong_buffer", not cfg.overlong_buffer, "0 with scale group_mean: rewards must be >= 0")
-    if cfg.dynamic_sampling:
-        require("filter_zero_adv", not cfg.filter_zero_adv, "false with dynamic_sampling: it drops them too")
-    require("seed", cfg.seed < 2 ** 32, "below 2^32")
+            raise ValueError(f"{name}: {getattr(cfg, name)!r} must be {required}")
 
-def number_or_none(text):
-    return None if text.lower() == "none" else int(text) if text.strip("-").isdecimal() else float(text)
+
+def true_or_false(text):
+    if text not in ("true", "false"):
+        raise ValueError
+    return text == "true"
+
+
+def int_or_none(text):
+    return None if text == "none" else int(text)
+
 
 def add_config_flags(parser):
-    """Adds a flag for each field but the callable. Flags that are not given are absent from the namespace."""
-    kind = {bool: str.lower, Optional[int]: number_or_none, Optional[float]: number_or_none}
+    """Adds a flag for each field. Flags that are not given are left out of args."""
+    # the types int, float and str can be used as they are
+    kinds = {bool: true_or_false, Optional[int]: int_or_none, Optional[float]: float}
     for field in fields(RLConfig):
         if field.name != "reward":
-            parser.add_argument(f"--{field.name}", type=kind.get(field.type, field.type), metavar="X",
-                                choices=("true", "false") if field.type is bool else CHOICES.get(field.name),
-                                default=argparse.SUPPRESS, help=f"see RLConfig, default {field.default}")
+            parser.add_argument(
+                f"--{field.name}",
+                type=kinds.get(field.type, field.type),
+                metavar="X",
+                default=argparse.SUPPRESS,
+                help=f"see RLConfig, default {field.default}",
+            )
 
-def config_from(parser, args, **preset):
-    """RLConfig of a preset and the fields given as flags, which win. Ends the script if it makes no sense."""
-    given = {field.name: getattr(args, field.name) for field in fields(RLConfig) if hasattr(args, field.name)}
-    cfg = RLConfig(**{**preset, **{k: {"true": True, "false": False}.get(v, v) for k, v in given.items()}})
+
+def config_from(parser, settings):
+    """The RLConfig with these fields. Ends the script if it makes no sense."""
+    cfg = RLConfig(**settings)
     try:
         check_config(cfg, len(TRAIN_TASKS))
     except ValueError as error:
         parser.error(f"argument --{error}")
     return cfg
 
-# table heading, the same in every table and in the README -> key of the history
-PROGRESS = {"step": "step", "reward": "reward", "read 1st": "read_first", "1st right": "first_edit_right",
-            "tokens": "policy_tokens", "entropy": "entropy", "clip": "clip_frac", "grad": "grad_norm",
-            "zero adv": "zero_adv_frac", "passed": "all_passed", "failed": "all_failed",
-            "held-out": "eval_pass_rate", "seconds": "seconds"}
-OUTCOME = {"pass rate": "pass_rate", "read 1st": "read_first", "1st right": "first_edit_right",
-           "reads": "reads", "tests": "tests", "edits": "edits", "turns": "turns", "tokens": "policy_tokens",
-           "truncated": "truncated"}
 
-def table_row(columns, stats=None):
-    """A line of a table: the headings, or below them the values of stats."""
-    def cell(x):
-        return "-" if x != x else f"{x:.{0 if isinstance(x, int) else 3 if 0 < abs(x) < 0.1 else 2}f}"
-    return "".join(f"{heading if stats is None else cell(stats[key]):>{max(len(heading), 5) + 2}}"
-                   for heading, key in columns.items())
-
-def show_group(step, episodes, model, tok, cfg):
-    """Prints one group of a step's episodes, and what the update did to its best and its worst attempt."""
-    groups = [range(i, i + cfg.group_size) for i in range(0, len(episodes), cfg.group_size)]
-    rows = next((rows for rows in groups if not no_signal([episodes[i] for i in rows])), None)
-    if rows is None:
-        return print(f"\nstep {step}: in no group do the rewards differ\n")
-    batch, adv, weights = collate(episodes), compute_advantages(episodes, cfg), {}
-    with torch.no_grad():
-        before, after = batch["logps"], token_logps(model, batch, cfg.temperature)
-    loss = {"token": ppo_policy_loss, **POLICY_LOSSES}[cfg.ratio_level]
-    clipped = loss(after, before, adv, batch["mask"], cfg.eps_low, cfg.eps_high)[1]
-    for mode in CHOICES["agg"]:         # a token's weight in the loss is the derivative by its per-token loss
-        x = torch.zeros_like(after).requires_grad_()
-        aggregate_loss(x, batch["mask"], mode, cfg.agg_constant or 24.0).backward()
-        weights[mode] = x.grad.amax(dim=1)
-    worst, *_, best = sorted(rows, key=lambda i: episodes[i]["reward"])
-    task = episodes[best]["env"].task
-    print(f"\nstep {step}: one group after the update, repaired by {FIX_OP[task['name']]}\n"
-          f"{transcript(BugFixEnv(task), [['read']])}\n\nattempt  reward  advantage  calls")
-    for i in rows:
-        print(f"{i:7}{episodes[i]['reward']:8.2f}{adv[i]:+11.2f}  {calls_text(episodes[i]['calls'])}")
-    for i in (best, worst):
-        print(f"\nattempt {i}, advantage {adv[i]:+.2f}. Weight of each of its trained tokens in the loss:\n  "
-              + ", ".join(f"{mode} {weight[i]:.5f}" for mode, weight in weights.items())
-              + f"\n  {'token':12}{'before':>8}{'after':>8}{'ratio':>8}")
-        words, mask = decode(tok, episodes[i]["ids"]), episodes[i]["mask"]
-        for sampled, places in groupby(range(len(words)), key=lambda t: mask[t]):
-            if not sampled:
-                print("  not trained on:", " ".join(words[t] for t in places).replace("\n", "\\n"))
-            for t in places:
-                p, q = before[i, t].exp(), after[i, t].exp()
-                print(f"  {words[t]:12}{p:8.3f}{q:8.3f}{q / p:8.3f}{'  clipped' if clipped[i, t] else ''}")
-    print()
-
-def print_outcome(policies, tok, cfg):
-    """Plays and prints the final tables. policies: {"before": the base agent, "after": the trained one}."""
-    print("\n" + " " * 22 + table_row(OUTCOME))
-    for when, model in policies.items():
-        for label, tasks in (("training tasks", TRAIN_TASKS), ("held-out tasks", HELDOUT_TASKS)):
-            episodes = sample_groups(model, tok, tasks, 16, cfg, step_generator(cfg.seed, -1))
-            print(f"{f'{when}, {label}':22}" + table_row(OUTCOME, behavior_stats(episodes)))
-        policies[when] = episodes
-    print("\npass rate of each held-out task, after\n  " + ", ".join(
-        f"{task['name']} {mean(e['env'].passed for e in episodes[16 * i:16 * i + 16]):.2f}"
-        for i, task in enumerate(HELDOUT_TASKS)) + f"\n\nthe most common of these {len(episodes)} episodes")
-    for calls, count in Counter(calls_text(episode["calls"]) for episode in episodes).most_common(6):
-        print(f"{count:5}  {calls}")
-    for when, (episode, *_) in policies.items():
-        task = episode["env"].task
-        print(f"\n{when}: a held-out task, repaired by {FIX_OP[task['name']]}\n"
-              + transcript(make_env(task, cfg, None), episode["calls"]))
-
-def run(args, cfg, tok, model):
-    """Does what the command line says. Returns the exit status, where None means success."""
-    rows, started, warned = [], time.perf_counter(), False
-    say = (lambda text: None) if args.quiet else partial(print, flush=True)
-    def write(line):
-        if args.log:
-            with open(args.log, "a", encoding="utf-8") as file:
-                print(json.dumps({key: x if x == x else None for key, x in line.items()}), file=file)
-    def on_step(row, episodes):
-        nonlocal warned
-        rows.append({**row, "seconds": time.perf_counter() - started})
-        write(row)
-        if row["step"] % 5 == 0 or row["step"] == cfg.steps - 1:
-            say(table_row(PROGRESS, rows[-1]))
-        if not warned and len(rows) >= 10 and not any(r["grad_norm"] > 0 for r in rows[-10:]):
-            warned = True
-            say("ten steps without a gradient: the attempts of each group all " + (
-                "pass, so there is nothing left to learn" if row["pass_rate"] > 0.5 else
-                "fail. Is lr or temperature too high, or max_turns too low?"))
-        if args.show and row["step"] % args.show == 0:
-            show_group(row["step"], episodes, model, tok, cfg)
-
+def savable(path):
+    """The path, if a policy can be saved there. It is better to fail now than after training."""
     try:
-        if args.translate:
-            print(translate(cfg, args.translate), end="", flush=True)
-            return
-        if model is None:
-            say(f"making the base agent ({args.base or 'rl'}) by imitation, then {cfg.steps} steps of RL")
-            model = (make_base_agent if args.base == "plain" else make_rl_base)(tok, cfg.seed)
-        base = copy.deepcopy(model)
-        settings = {name: str(x) if x == math.inf else x for name, x in asdict(cfg).items()}
-        write({"config": settings, "variant": args.variant, "base": args.init or args.base or "rl",
-               "torch": torch.__version__})
-        say(table_row(PROGRESS))
-        try:
-            train_rl(model, tok, cfg, TRAIN_TASKS, HELDOUT_TASKS, on_step=on_step)
-        finally:                                            # however training ends, what was learned is kept
-            if args.save:
-                save_policy(model, tok, asdict(cfg), args.save)
-        print_outcome({"before": base, "after": model}, tok, cfg)
-        sampling, updates, *counts = (
-            sum(row[key] for row in rows) for key in ("sec_sample", "sec_update", "episodes", "tokens"))
-        episodes, tokens = (count / (sampling + updates + 1e-9) for count in counts)
-        print(f"\n{sampling:.1f} s sampling, {updates:.1f} s updating: {episodes:.0f} episodes a second, "
-              f"{tokens:.0f} tokens a second", flush=True)
-    except KeyboardInterrupt:
-        print(f"\nstopped after {len(rows)} of {cfg.steps} steps", file=sys.stderr)
-        return 130
-    except BrokenPipeError:                                 # nobody reads any more, so print into the void
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except (FloatingPointError, OSError, RuntimeError) as error:
-        print(f"grpo.py: stopped: {error}", file=sys.stderr)
-        return 1
+        open(part_file(path), "ab").close()
+        os.remove(part_file(path))
+    except OSError as error:
+        raise argparse.ArgumentTypeError(error)
+    return path
+
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, usage="grpo.py [-h] [--FLAG X] ...",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        usage="grpo.py [-h] [--FLAG X] ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     flag = parser.add_argument
-    flag("--variant", choices=list(VARIANTS), metavar="NAME", help=f"a preset: {', '.join(VARIANTS)}")
-    flag("--base", choices=("rl", "plain"), help="the base agent to start from (default rl)")
+    flag("--variant", choices=VARIANTS, default="default", metavar="NAME", help="a preset")
+    flag("--base", choices=("rl", "plain"), default="rl", help="the base agent")
     flag("--init", metavar="FILE", help="start from a policy that --save wrote")
-    flag("--save", metavar="FILE", help="write the trained policy")
-    flag("--log", metavar="FILE", help="write the settings and the history, a JSON object a line")
-    flag("--show", type=int, default=0, metavar="N", help="look at one group every N steps")
-    flag("--translate", choices=("trl", "verl"), help="print the settings for that trainer, and do no more")
-    flag("--threads", type=int, default=1, choices=range(1, 65), metavar="N", help="torch threads, 1 to 64")
-    flag("--quiet", action="store_true", help="print the final tables only")
+    flag("--save", metavar="FILE", type=savable, help="write the trained policy")
+    flag("--log", metavar="FILE", type=argparse.FileType("a"), help="append the history")
+    flag("--show", type=int, default=0, metavar="N", help="show one group every N steps")
+    flag("--threads", type=int, default=1, choices=range(1, 65), metavar="N", help="1 to 64")
     add_config_flags(parser)
-    args, tok, model = parser.parse_args(), build_tokenizer(), None
-    cfg = config_from(parser, args, **VARIANTS.get(args.variant, {}))
-    if args.init and args.base:
-        parser.error(f"argument --base: {args.base} can't be given with --init")
-    if args.show < 0:
-        parser.error(f"argument --show: {args.show} must be at least 0")
-    refuse_same_file(parser, {"--init": args.init, "--save": args.save, "--log": args.log,
-                              "--save (before it is complete)": args.save and args.save + ".part"})
-    try:                                                    # find out now, and not after the training
-        name = "init"
-        model = load_policy(tok, args.init) if args.init else None
-        name, new = "save", args.save and not os.path.exists(args.save)
-        open(args.save or os.devnull, "ab").close()
-        if new:
-            os.remove(args.save)
-        name = "log"
-        open(args.log or os.devnull, "w").close()
-    except (OSError, ValueError) as error:
-        parser.error(f"argument --{name}: {getattr(args, name)} {getattr(error, 'strerror', None) or error}")
+    args = parser.parse_args()
+    # the flags that are fields of RLConfig
+    given = {name: x for name, x in vars(args).items() if name in vars(RLConfig())}
+    cfg = config_from(parser, {**VARIANTS[args.variant], **given})
     torch.set_num_threads(args.threads)
-    signal.signal(signal.SIGINT, signal.default_int_handler)        # run handles Ctrl-C from here on
-    sys.exit(run(args, cfg, tok, model))
+    tok = build_tokenizer()
+    try:
+        model = load_policy(tok, args.init) if args.init else None
+    except Exception as error:                  # the wrong kind of file can raise almost any
+        parser.error(f"argument --init: {args.init} can't be loaded: {error!r:.60}")
+    train(args, cfg, tok, model)
+
+
+def train(args, cfg, tok, model):
+    """Trains and prints. Saves the policy, if --save is given, however the training ends."""
+    if model is None:
+        print(f"making the base agent ({args.base}) by imitation", flush=True)
+        make = make_rl_base if args.base == "rl" else make_base_agent
+        model = make(tok, cfg.seed)
+    base = copy.deepcopy(model)
+    idle = 0                                    # steps without a gradient, in a row
+
+    def write(record):
+        if args.log:                            # JSON has no nan, so null stands for it
+            line = {key: None if x != x else x for key, x in record.items()}
+            print(json.dumps(line), file=args.log, flush=True)
+
+    def on_step(row, episodes):
+        nonlocal idle
+        write(row)
+        print(f"{progress_line(row)} {picture(row)}", flush=True)
+        if args.show > 0 and row["step"] % args.show == 0:
+            show_group(row["step"], episodes, model, tok, cfg)
+        idle = 0 if row["grad_norm"] > 0 else idle + 1
+        if idle == 10:
+            print("ten steps without a gradient: the rewards are equal within every group")
+
+    config = asdict(cfg)
+    config["max_grad_norm"] = str(cfg.max_grad_norm)    # JSON has no infinity either
+    write({"config": config, "variant": args.variant, "base": args.init or args.base})
+    print(PICTURE)
+    print(PROGRESS, flush=True)
+    # A termination signal, or a closed terminal, ends the training like Ctrl-C
+    stop = signal.default_int_handler
+    signal.signal(signal.SIGTERM, stop)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, stop)      # under nohup it stays ignored
+    try:
+        train_rl(model, tok, cfg, TRAIN_TASKS, HELDOUT_TASKS, on_step=on_step)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        if args.save:
+            save_policy(model, tok, asdict(cfg), args.save)
+    print_outcome(base, model, tok, cfg)
+
 
 if __name__ == "__main__":
     main()
