@@ -193,7 +193,7 @@ def randomize_names(task, rng, names=FUNCTION_NAMES):
 
     The new name replaces the old one in the issue and in the source. A name that is a word of the
     source is not drawn, and neither is the current name. task["name"] stays, so FIX_OP and logs
-    still know the task. A task of another kind, without a source, stays as it is.
+    still know the task. A task of another kind, without a source, is not changed.
     """
     if not isinstance(task, dict) or "source" not in task:
         return copy.copy(task)

@@ -534,7 +534,7 @@ def train_rl(
         eval_pass_rate                          on eval_tasks, nan in steps without an evaluation
         sec_sample, sec_update                  seconds
 
-    ref_model is the reference of the KL term, by default a copy of the model as it is at the start.
+    ref_model is the reference of the KL term, by default a copy of the untrained model.
     env_factory(task, cfg, rng) makes an environment. on_step(row, episodes) is called after each
     step. row is the dict of the step, to which on_step may add. episodes are those that were
     trained on.

@@ -1159,7 +1159,7 @@ class TestKlPenalty(Lesson):
             values = floats(line)
             got = grpo.kl_penalty(logp, ref_logp, kind)
             self.check(f"{kind} at pi = 1/2, ref = 1/4 and l = 0.30937", got, values[:2], {
-                "the direction is turned round. l is log(ref / pi)": values[2:]})
+                "the direction is reversed. l is log(ref / pi)": values[2:]})
 
     def test_mean_slopes(self):
         """as a loss, k1 does nothing, k2 lowers KL(pi || ref), and k3 lowers KL(ref || pi)"""
@@ -1718,7 +1718,7 @@ class TestReadRuns(FolderLesson):
             self.check_same("the last line", file.read().split("\n")[-2], line)
 
     def test_another_kind(self):
-        """a file of another kind is refused by name, and stays as it is"""
+        """a file of another kind is refused by name, and is not changed"""
         for text in ('{"config": {}}\n', "hello", "[1]\n"):
             with open("notes", "w+") as file:
                 file.write(text)
