@@ -220,8 +220,8 @@ def sample_groups(model, tok, tasks, group_size, cfg, generator, env_factory=Non
     envs = []
     for task in tasks:
         for _ in range(group_size):
-            own = randomize_names(task, rng) if cfg.rename else copy.copy(task)
-            envs.append(make(own, cfg, rng))
+            own = copy.deepcopy(task)                   # an environment may change it
+            envs.append(make(randomize_names(own, rng) if cfg.rename else own, cfg, rng))
     episodes = rollout_batch(model, tok, envs, generator, cfg.temperature)
     for episode in episodes:
         episode["reward"] = reward_of(episode["env"], cfg)
