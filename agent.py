@@ -272,7 +272,9 @@ def rollout_batch(model, tok, envs, generator, temperature=1.0):
 
     All episodes run in lockstep, turn by turn. In each turn the policy samples a call for every
     live episode, the environments answer, and finished episodes leave. All randomness comes from
-    generator, a torch.Generator.
+    generator, a torch.Generator. Raises ValueError if two episodes share an environment, if a reset
+    returns no words, or for a temperature that is not above 0. Raises RuntimeError for an episode
+    that does not end.
     """
     if len({id(env) for env in envs}) < len(envs):
         raise ValueError("envs: each episode needs an environment object of its own")

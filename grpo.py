@@ -440,10 +440,11 @@ def rl_update(model, optimizer, episodes, cfg, generator, ref_model=None):
     """Trains on the episodes of a step. Returns statistics, see update_stats.
 
     It passes over the episodes cfg.epochs times. Each pass cuts them at random into cfg.minibatches
-    minibatches, and takes one optimizer step on each of these. (A cut may separate the attempts of
-    a group, whose advantages are known by then.) If every advantage in a minibatch is 0, and there
-    is no KL term, it takes no step, because Adam's momentum would move the weights even with a
-    gradient of 0. It raises FloatingPointError before a step whose gradient is not finite.
+    minibatches, whose sizes differ by at most one, and takes one optimizer step on each of these.
+    (A cut may separate the attempts of a group, whose advantages are known by then.) If every
+    advantage in a minibatch is 0, and there is no KL term, it takes no step, because Adam's
+    momentum would move the weights even with a gradient of 0. Raises FloatingPointError before a
+    step whose gradient is not finite. If there are no episodes, all statistics are nan.
 
     It stores in each episode its `advantage`, and the `weight` that each of its tokens had in the
     loss (of the last epoch).
@@ -760,14 +761,15 @@ def update_stats(batch, seen, norms, cfg):
 def group_stats(episodes, cfg):
     """Counts of the episodes of a step, and the shares of its groups with equal rewards."""
     groups = split_groups(episodes, cfg)
-    equal = [group for group in groups if zero_advantage(group)]
-    passed = [behavior_stats(group)["pass_rate"] for group in equal]
+    n = len(groups)
+    rates = [behavior_stats(group)["pass_rate"] for group in groups if zero_advantage(group)]
+    known = math.nan if math.isnan(sum(rates)) else n   # nan if an environment has no `passed`
     return {
         "episodes": len(episodes),
         "tokens": sum(len(episode["ids"]) for episode in episodes),
-        "zero_adv_frac": len(equal) / len(groups),
-        "all_passed": passed.count(1) / len(groups),
-        "all_failed": passed.count(0) / len(groups),
+        "zero_adv_frac": len(rates) / n,
+        "all_passed": rates.count(1) / known,
+        "all_failed": rates.count(0) / known,
     }
 
 

@@ -1523,8 +1523,8 @@ class TestTrainRl(Lesson):
         got = [row[name] for name in names.split()]
         self.check(f"1111 0000 0000 0101: {names}", got, [16, 3 / 4, 1 / 4, 2 / 4, 6 / 16])
         row, = self.train(factory=lambda *_: Talker(1), reward=lambda env: 1.0)
-        got = [row["zero_adv_frac"], row["pass_rate"], row["all_failed"] == 1]
-        self.check("an environment without `passed`, reward 1", got, [1, NAN, False])
+        got = [row[name] for name in names.split()]
+        self.check(f"an environment without `passed`: {names}", got, [16, 1, NAN, NAN, NAN])
 
     def test_evaluation(self):
         """every eval_every steps and after the last, on the evaluation's tasks"""
