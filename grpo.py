@@ -254,24 +254,28 @@ def group_advantages(
 ):
     """Advantage of each episode: A = (R - baseline) / scale, where R is its reward.
 
-    rewards (N,) has one number for each episode, group after group. lengths (N,), the episodes'
-    numbers of policy tokens, are only needed for length_weighted. Returns (N,), in float32 or
-    better and without a gradient. [1, 0, 0, 0] -> [1.5, -0.5, -0.5, -0.5].
+    rewards (N,), a tensor or a list, has a number for each episode, group after group. lengths
+    (N,), the episodes' numbers of policy tokens, are only needed for length_weighted. Returns (N,),
+    without a gradient, in float32, or in float64 if the rewards are.
+
+        [1, 0, 0, 0] -> [1.5, -0.5, -0.5, -0.5]
 
     GRPO uses the first baseline and the first scale. The others belong to variants:
 
     baseline  group_mean       mean of the group                             GRPO, 2402.03300
               leave_one_out    mean of the others in the group               RLOO, 2402.14740
-              length_weighted  sum(length * R) / sum(length)                  OPO, 2505.23585
+              length_weighted  sum(length * R) / sum(length) over the group   OPO, 2505.23585
+                               (their mean if the lengths are all 0)
     scale     group_std        standard deviation of the group               GRPO
               none             1                                     Dr. GRPO, 2503.20783
               batch_std        standard deviation of all N rewards       Lite PPO, 2508.08221
               group_mean       mean of the group, for rewards >= 0          MaxRL, 2602.02710
 
-    Standard deviations are the unbiased ones (of n numbers, they divide by n - 1), and 1e-6 is
-    added. If all rewards of a group are equal, it teaches nothing, and its advantages are exactly 0
-    (see equal_rewards). Raises ValueError for a group of one, which has no deviation, and for
-    rewards that are not finite.
+    Standard deviations are the unbiased ones (of n numbers, they divide by n - 1). 1e-6 is added to
+    them, and to nothing else. If all rewards of a group are equal, it teaches nothing, and its
+    advantages are exactly 0 (see equal_rewards). Raises ValueError for groups of one, which leave
+    nothing to compare with, for an unknown baseline or scale, for rewards that are not finite, and
+    with scale group_mean for negative ones.
     """
     if group_size < 2:
         raise ValueError(f"group_size: {group_size} must be at least 2")
