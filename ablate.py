@@ -9,7 +9,7 @@ means and ranges, and says which differences chance does not explain.
     python ablate.py --list                               all grids
     python ablate.py base                                 the agents that RL starts from
     python ablate.py settings --seeds 10 --out runs.jsonl keep finished runs, and do only the rest
-    python ablate.py arms --arms default,"scale none"     two arms of a grid
+    python ablate.py arms --arms default,"scale none"     these arms, compared with the first
     python ablate.py arms --lr 5e-4                       another field of RLConfig for all arms
 
 An arm is a setting: a few fields of RLConfig that differ from the default. All arms of a grid run
@@ -65,6 +65,7 @@ import numpy as np
 import torch
 
 from agent import (
+    behavior,
     behavior_stats,
     build_tokenizer,
     collate,
@@ -153,7 +154,6 @@ def headings(row):
         early reward         key `reward` of the history, mean of the first ten steps
         late reward          its mean over the last ten steps
         all reward           its mean over all steps
-        sum episodes         number of episodes of the run
         episodes to .8       number of episodes until the mean reward of five steps is at least 0.8,
                              inf if that never happens
     """
@@ -168,7 +168,6 @@ def headings(row):
         for key in history[0]:
             numbers[f"{part} {key}"] = mean(step[key] for step in steps)
     episodes = np.cumsum([step["episodes"] for step in history])
-    numbers["sum episodes"] = episodes[-1]
     numbers["episodes to .8"] = math.inf
     for end in range(5, len(history) + 1):
         if mean(step["reward"] for step in history[end - 5:end]) >= 0.8:
@@ -309,8 +308,8 @@ RL = with_oracle(4)                                     # the agents of make_rl_
 PLAIN = {}                                              # and of make_base_agent
 
 # A grid may have `measure`, a key of MEASUREMENTS, and compare=False, if its arms should not be
-# compared with the first. Besides fields of RLConfig, an arm may have these entries. The values are
-# the defaults.
+# compared with the first, unless --arms chooses some. Besides fields of RLConfig, an arm may have
+# these entries. The values are the defaults.
 EXTRA = {
     "base": RL,             # the base agent, as arguments of make_base_agent
     "train": True,          # False: do not train, and look at the base agent
@@ -364,7 +363,7 @@ GRIDS["memorise"] = dict(
     },
     columns=[
         "train pass_rate", "train unsolved", "held-out pass_rate", "late reward",
-        "late all_failed", "base train entropy", "early entropy", "late entropy", "sum episodes",
+        "late all_failed", "base train entropy", "early entropy", "late entropy", "all episodes",
     ],
 )
 
@@ -379,10 +378,13 @@ GRIDS["variants"] = dict(
 
 # Each loss has a clip range of its own. If two losses differ, is it the loss or the range? So PPO's
 # clip is also run with the ranges of GSPO and GMPO, and CISPO and DPPO with ranges other than those
-# of their presets. GMPO keeps log r within 0.4 of 0, so r is between 0.67 and 1.49.
+# of their presets. GMPO keeps log r within 0.4 of 0, so r is between 0.67 and 1.49. Two more arms
+# clip only tokens of failed attempts (A < 0), or only those of passed ones (A > 0).
 LOSSES = {name: VARIANTS[name] for name in ("gspo", "gmpo", "cispo", "dppo", "sapo")}
 LOSSES.update({
     "clip": {},
+    "clip failures": dict(eps_high=1e6),
+    "clip passes": dict(eps_low=1.0),
     "clip like gspo": dict(eps_low=3e-4, eps_high=4e-4),
     "clip like gmpo": dict(eps_low=0.33, eps_high=0.49),
     "cispo 0.2": dict(ratio_level="cispo", eps_low=0.2),
@@ -413,8 +415,7 @@ GRIDS["reuse"] = dict(
     steps=30,
     arms=reuse_arms(),
     columns=[
-        "late reward", "held-out pass_rate", "all clip_frac", "all approx_kl", "all ratio_max",
-        "all logratio_pos", "all logratio_neg", "late entropy",
+        "late reward", "held-out pass_rate", "all approx_kl", "all ratio_max", "all logratio_neg",
     ],
     compare=False,
 )
@@ -511,8 +512,8 @@ def watch(model, tok, tasks, cfg, n=16):
         unsolved        number of tasks that no attempt passes
         same_calls      share of attempts whose calls are of the same kinds, in the same order, as
                         those of the most common attempt
-        adv_read        mean advantage of the attempts that read
-        adv_not_read    mean advantage of those that did not
+        adv_read        mean advantage of the attempts that read before their first edit
+        adv_not_read    mean advantage of the others
         counts          how many attempts at each task passed
         differ_8        share of groups of 8 attempts whose rewards differ, also for 4 and 16
 
@@ -523,7 +524,7 @@ def watch(model, tok, tasks, cfg, n=16):
     passed = np.array([episode["env"].passed for episode in episodes])  # (tasks * n,)
     counts = passed.reshape(-1, n).sum(axis=1).tolist()
     advantage = passed - np.repeat(counts, n) / n                       # (tasks * n,)
-    has_read = np.array([["read"] in episode["calls"] for episode in episodes])
+    read_first = np.array([behavior(episode)["read_first"] == 1 for episode in episodes])
     tokens = sum(sum(episode["mask"]) for episode in episodes)
     logps = sum(sum(episode["logps"]) for episode in episodes)
     kinds = Counter()
@@ -535,8 +536,8 @@ def watch(model, tok, tasks, cfg, n=16):
         "unsolved": counts.count(0),
         "counts": counts,
         "same_calls": max(kinds.values()) / len(episodes),
-        "adv_read": mean(advantage[has_read]),
-        "adv_not_read": mean(advantage[~has_read]),
+        "adv_read": mean(advantage[read_first]),
+        "adv_not_read": mean(advantage[~read_first]),
     }
     for G in (4, 8, 16):
         stats[f"differ_{G}"] = mean(rewards_differ(c, n, G) for c in counts)
@@ -554,8 +555,8 @@ def rewards_differ(c, n, G):
 
 
 def base_agent_stats(model, tok, cfg, job):
-    """What the base agent does in 16 attempts at each task, in the default gym."""
-    return {name: watch(model, tok, tasks, cfg) for name, tasks in TASK_SETS.items()}
+    """What the base agent does in 64 attempts at each task, in the default gym."""
+    return {name: watch(model, tok, tasks, cfg, 64) for name, tasks in TASK_SETS.items()}
 
 
 def any_passed(c, n, k):
@@ -859,13 +860,6 @@ def run_jobs(jobs, processes, out=None):
     return {(job["arm"], job["seed"]): known[identity(job)] for job in found}
 
 
-def usable_cores():
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 # ---- Command line --------------------------------------------------------------------------------
 
 
@@ -892,7 +886,7 @@ def parse_args():
     flag("--list", action="store_true", help="list the grids and run nothing")
     flag("--seeds", type=seed_list, default="5", help="how many, or which: 0,3,7")
     flag("--arms", help="these arms only, separated by commas")
-    cores = min(61, usable_cores())     # Windows allows no more
+    cores = min(61, os.cpu_count())     # Windows allows no more
     flag("--jobs", type=int, choices=range(1, 62), default=cores, metavar="N", help="processes")
     flag("--out", type=argparse.FileType("a+", encoding="utf-8", errors="replace"),
          help="keep finished runs here, and skip those that it has")
@@ -931,7 +925,7 @@ def main():
     table = table_of(results, columns)
     print_table(table, columns)
     # Not if the first arm has failed, or has several lines
-    if grid.get("compare", True) and jobs[0]["arm"] in table:
+    if (args.arms or grid.get("compare", True)) and jobs[0]["arm"] in table:
         print_differences(table, columns, args.all)
     if len(results) < len(jobs):
         sys.exit(f"{len(jobs) - len(results)} runs failed, and are missing above")

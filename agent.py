@@ -268,13 +268,17 @@ def python_rng(generator):
 
 @torch.inference_mode()
 def rollout_batch(model, tok, envs, generator, temperature=1.0):
-    """Plays one episode in each environment. Returns the list of episodes.
+    """Plays one episode in each environment. Returns the episodes, in the order of envs.
 
     All episodes run in lockstep, turn by turn. In each turn the policy samples a call for every
-    live episode, the environments answer, and finished episodes leave. All randomness comes from
-    generator, a torch.Generator. Raises ValueError if two episodes share an environment, if a reset
-    returns no words, or for a temperature that is not above 0. Raises RuntimeError for an episode
-    that does not end.
+    live episode, the environments answer, and finished episodes leave. An environment gets the
+    words between <call> and <end>, in a list of its own. If a call does not begin with <call>, or
+    does not end with <end>, it gets all words of the call, and will answer malformed. `calls`
+    keeps the same words. The answer to the last call is not appended, because nobody reads it.
+
+    All randomness comes from generator, a torch.Generator. Raises ValueError if two episodes share
+    an environment, if a reset returns no words, or for a temperature that is not above 0. Raises
+    RuntimeError for an episode of more than MAX_EPISODE_TOKENS tokens, which may never end.
     """
     if len({id(env) for env in envs}) < len(envs):
         raise ValueError("envs: each episode needs an environment object of its own")
@@ -286,12 +290,11 @@ def rollout_batch(model, tok, envs, generator, temperature=1.0):
         staying = []
         for row, (episode, call) in enumerate(zip(live, calls)):
             words = decode(tok, call)
-            # Take off <call> and <end>. If one is missing, env.step will answer malformed.
             if words[0] == "<call>" and words[-1] == "<end>":
                 words = words[1:-1]
             episode["calls"].append(words)
             answer, done = episode["env"].step(list(words))
-            if done:                                    # nobody reads the last answer
+            if done:
                 continue
             append(episode, encode(tok, answer), mask=0)
             if len(episode["ids"]) > MAX_EPISODE_TOKENS:

@@ -367,9 +367,12 @@ def ppo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2):
     One step can carry r far past the bound, and then the token itself does not pull it back.
 
     logp, old_logp (B, T) are log-probabilities of the tokens under pi and pi_old. adv is A, (B,) or
-    (B, T). mask (B, T) is true or 1 on the policy's tokens, and all other positions are ignored.
+    (B, T). old_logp and adv are constants, so they get no gradient. mask (B, T) is true or 1 on the
+    policy's tokens. Whatever stands at other positions, even nan, changes neither the losses nor
+    the gradients of these tokens. log r is clamped to +-20, so that exp can't overflow.
+
     Returns the losses (B, T), and which tokens are clipped (B, T). Raises ValueError for other
-    shapes, which would broadcast to a wrong result.
+    shapes, also for adv (B, 1), because they would broadcast to a wrong result.
     """
     B, T = logp.shape
     if adv.shape == (B,):
@@ -378,7 +381,7 @@ def ppo_policy_loss(logp, old_logp, adv, mask, eps_low=0.2, eps_high=0.2):
         raise ValueError(f"shapes: {logp.shape}, {old_logp.shape}, {adv.shape}, {mask.shape}")
     A = adv.detach().masked_fill(mask == 0, 0)
     log_r = (logp - old_logp.detach()).masked_fill(mask == 0, 0)
-    r = log_r.clamp(-20, 20).exp()                      # so that exp can't overflow
+    r = log_r.clamp(-20, 20).exp()
     unbounded = r * A
     bounded = r.clamp(1 - eps_low, 1 + eps_high) * A
     clipped = unbounded > bounded                       # then the loss is constant: no gradient
@@ -681,12 +684,15 @@ def kl_penalty(logp, ref_logp, kind):
 
     From the second minibatch on, pi_old made the tokens. Then all of this is only approximate.
 
+    ref_logp gets no gradient. l is clamped to +-20, so that exp can't overflow. Raises ValueError
+    for another kind, and for shapes that differ.
+
     The KL term of the loss is kl_coef times the mean of the estimates over the minibatch's policy
     tokens, whatever cfg.agg is. The trainers TRL and verl average it as they average the loss.
     """
     if logp.shape != ref_logp.shape:
         raise ValueError(f"shapes: {logp.shape} and {ref_logp.shape} differ")
-    l = (ref_logp.detach() - logp).clamp(-20, 20)       # so that exp can't overflow
+    l = (ref_logp.detach() - logp).clamp(-20, 20)
     if kind == "k1":
         return -l
     if kind == "k2":

@@ -84,7 +84,7 @@ class Lesson(unittest.TestCase):
     def check_refused(self, case, function, *args, error=ValueError, words="", **options):
         """Fails unless function(*args) raises this error, and its message has these words."""
         try:
-            got = f"the call returned\n    {function(*args, **options)!r}"
+            got = f"the call returned\n    {repr(function(*args, **options))[:200]}"
         except error as refusal:
             if re.search(words, str(refusal)):
                 return
@@ -126,13 +126,17 @@ def diagnosis(got, expected, mistakes, tolerance):
     if (got.isnan() & ~expected.isnan()).any():
         return "nan came back. Is something 0 / 0, or taken from where a mask is 0?"
     if expected.any():
-        if not got.any():
+        if got.abs().max() < 1e-7:
             return "it is 0 everywhere"
         if agree(got, -expected, tolerance):
             return "the sign is wrong"
         factor = (got * expected).sum() / (expected * expected).sum()
         if got.numel() > 1 and agree(got, factor * expected, tolerance):
             return f"all values are {factor:.4g} times what was expected"
+    if got.numel() == 1:
+        return "this value is wrong"
+    if agree(got - expected, (got - expected).mean().expand(got.shape), tolerance):
+        return f"all values are too high by {(got - expected).mean():.4g}"
     for step, side in ((1, "right"), (-1, "left")):
         if expected.dim() > 0 and agree(got, expected.roll(step, dims=-1), tolerance):
             return f"the values stand one place too far to the {side}. Is anything shifted?"
@@ -313,10 +317,9 @@ class TestBlindPassRate(Lesson):
         """each op repairs 6 of 30 tasks, and no sequence of ops repairs more than 18"""
         for op in OPS:
             family = [task for task in TASKS if FIX_OP[task["name"]] == op]
-            got = [env.blind_pass_rate([op], tasks) for tasks in (TASKS, family)]
-            self.check(f"shares of all tasks and of its own that {op} repairs", got, [1 / 5, 1])
-            held_out = [task for task in family if task in HELDOUT_TASKS]
-            self.check(f"held-out tasks of {op}", len(held_out), 2)
+            got = [env.blind_pass_rate([op], tasks) for tasks in (TASKS, HELDOUT_TASKS, family)]
+            self.check(f"shares of all tasks, of held-out ones, and of its own that {op} repairs",
+                       got, [1 / 5, 1 / 5, 1])
         for n, best in ((2, 12), (3, 18)):
             sequences = itertools.product(OPS, repeat=n)
             got = max(env.blind_pass_rate(ops, TASKS) for ops in sequences)
@@ -467,20 +470,6 @@ class TestTokenLogps(Lesson):
         self.check("logits in bfloat16", got, expected, tolerance=1e-5)
 
 
-class TestSimilarLengths(Lesson):
-    def test_all_rows_come_once(self):
-        """each row is in one part, and a part is as narrow as its longest row"""
-        last = tensor([1, 8, 2, 9])                     # the last sampled token of each row
-        mask = torch.arange(12) == last[:, None]
-        for parts in (2, 5):
-            seen = []
-            for rows, part in agent.similar_lengths({"mask": mask, "ids": mask}, parts):
-                seen += rows.tolist()
-                expected = mask[rows, :int(last[rows].max()) + 1]
-                self.check(f"ids of the rows {rows.tolist()}", part["ids"], expected)
-            self.check("the rows of all parts, sorted", sorted(seen), range(4))
-
-
 class Talker:
     """An environment of a reader's own. It answers with many words, and changes what it gets."""
 
@@ -507,34 +496,39 @@ class TestRolloutBatch(Lesson):
         for temperature, p in ((1.0, 3 / 4), (0.5, 9 / 10)):    # 9 / 10 = 3^2 / (3^2 + 1^2)
             envs = [BugFixEnv(TASKS[0], 1) for _ in range(300)]
             for episode, own in zip(self.roll(coin(3 / 4), envs, temperature), envs):
-                said = episode["calls"][0][0]
+                said = "read" if own.truncated else "submit"
                 case = f"`{said}` at temperature {temperature}"
-                words = f"issue : between is wrong <call> {said} <end>".split()
-                self.check_same(f"{case}: ids", episode["ids"], agent.encode(TOK, words))
+                self.check_same(f"{case}: calls", episode["calls"], [[said]])
+                words = f"issue : between is wrong <call> {said} <end>"
+                self.check_same(f"{case}: words. The answer to the last call is left out",
+                                " ".join(agent.decode(TOK, episode["ids"])), words)
                 self.check(f"{case}: mask", episode["mask"], [0] * 5 + [1] * 3)
                 expected = [0] * 6 + [log(p if said == "read" else 1 - p), 0]
                 self.check(f"{case}: log-probabilities", episode["logps"], expected)
-                self.check(f"{case}: is `env` its own?", episode["env"] is own, True)
             share = sum(own.truncated for own in envs) / 300    # those that have read
             self.check(f"the share of `read` at {temperature}", share, p, tolerance=0.06)
 
     def test_words_and_mask(self):
-        """an episode can be told again from its calls, and the last answer is left out"""
+        """the sampled words are whole calls, and between them the environment speaks"""
         words = {"<call>": 0.3, "read": 0.2, "edit": 0.1, "widen": 0.1, "<end>": 0.3}
         babbler = Parrot(dict.fromkeys(TOK, words))
         for episode in self.roll(babbler, [EditBudgetEnv(task, 1) for task in TASKS]):
-            again = episode["env"]
+            mask, again, calls = episode["mask"], episode["env"], []
             heard, done = again.reset(), False
-            words, mask = [], []
-            for call in episode["calls"]:       # a malformed call keeps <call> and <end>
-                whole = len(call) < 4 and call[-1:] != ["<end>"]
-                said = ["<call>", *call, "<end>"] if whole else call
-                words += heard + said
-                mask += [0] * len(heard) + [1] * len(said)
-                heard, done = again.step(call)
-            got = agent.decode(TOK, episode["ids"])
-            self.check_same("the words, and is it done?", (got, done), (words, True))
-            self.check_same(f"the mask of {' '.join(words)}", episode["mask"], mask)
+            words = agent.decode(TOK, episode["ids"])
+            for sampled, places in itertools.groupby(range(len(words)), lambda t: mask[t]):
+                part = [words[t] for t in places]
+                if not sampled:
+                    self.check_same(f"words with mask 0 in {words}", part, heard)
+                    continue
+                ended = part.index("<end>") if "<end>" in part else 3
+                self.check(f"the call {part} ends with <end> or the fourth token, at place",
+                           len(part) - 1, ended)
+                framed = part[0] == "<call>" and part[-1] == "<end>"
+                calls.append(part[1:-1] if framed else part)
+                heard, done = again.step(calls[-1])
+            self.check_same(f"calls in {words}", episode["calls"], calls)
+            self.check(f"is a call the end of {words}?", [mask[-1], done], [1, 1])
 
     def test_sampler_and_trainer_agree(self):
         """the log-probabilities that are noted are those of token_logps for the row alone"""
@@ -543,7 +537,9 @@ class TestRolloutBatch(Lesson):
         envs += [Talker(5), Talker(6), Talker(2)]
         for i, episode in enumerate(self.roll(rl_base(), envs, 0.6)):
             expected = agent.token_logps(rl_base(), agent.collate([episode]), 0.6)
-            self.check(f"episode {i} at temperature 0.6", [episode["logps"]], expected)
+            self.check(f"episode {i}, beside longer ones, at temperature 0.6",
+                       [episode["logps"]], expected)
+            self.check(f"is episode {i} that of environment {i}?", episode["env"] is envs[i], True)
 
     def test_randomness(self):
         """the generator alone decides, and torch's and Python's own random states stay"""
@@ -631,7 +627,8 @@ class TestBehaviorStats(Lesson):
     def episode(self, calls, **said):
         """An episode whose environment has these attributes."""
         calls = [call.split() for call in calls.split(", ")]
-        return {"calls": calls, "mask": [0, 1, 1], "reward": 0.5, "env": SimpleNamespace(**said)}
+        return {"calls": calls, "mask": [0, 1, 1], "logps": [0, -1, -1], "reward": 0.5,
+                "env": SimpleNamespace(**said)}
 
     def test_four_episodes(self):
         """means over four episodes of the task leap, which or_to_and repairs"""
@@ -958,16 +955,21 @@ class LossLesson(Lesson):
         for line in lines_of(self.CELLS):
             old, new, A, value, by_logp = floats(line[:5])
             r = new / old
-            case = f"p {old} -> {new} (r = {r:.4g}), A = {A:.0f}"
+            low, high = self.bounds
+            case = f"p {old} -> {new} (r = {r:.4g}), A = {A:.0f}, eps {low} and {high}"
             values, grad, clipped = self.run_loss([[old]], [[new]], [A])
-            bounded = min(max(r, 1 - self.bounds[0]), 1 + self.bounds[1])
+            bounded = min(max(r, 1 - low), 1 + high)
+            mixed_up = min(max(r, 1 - high), 1 + low)
             self.check(f"{case}: loss", values, [[value]], {
                 "-r A came. Is the clip missing, or is it max in place of min?": [[-r * A]],
                 "-clip(r) A came. Is it max for min, or is there no min?": [[-bounded * A]],
+                "eps_low and eps_high are mixed up": [[-min(r * A, mixed_up * A)]],
             })
             self.check(f"{case}: slope by log pi", grad, [[by_logp]], {
-                "it is 0, but this token has a gradient. Is one detach too many?": [[0.0]],
+                "it is 0, but this token has a gradient. Is one detach too many, or the mask "
+                "inverted?": [[0.0]],
                 "it is r A, but this token has another gradient, or none": [[-r * A]],
+                "the sign is wrong. Is the ratio upside down?": [[-by_logp]],
             })
             self.check(f"{case}: is it clipped?", clipped, [[line[5] == "yes"]])
 
@@ -986,7 +988,8 @@ class LossLesson(Lesson):
         by_adv = slope(lambda A: self.loss(logp, logp, A, mask)[0], A)
         self.check("slope by adv. Is a detach missing?", by_adv, [[0, 0]])
         by_logp = slope(lambda x: self.loss(x, x, A, mask)[0], logp)
-        self.check("slope if it is old_logp too. Is a detach missing?", by_logp, [[-1.5, -1.5]])
+        self.check("slope if logp itself is passed as old_logp. Is a detach missing?", by_logp,
+                   [[-1.5, -1.5]])
 
     def test_public_trainers(self):
         """loss and gradient that verl and TRL gave. See TRAINERS"""
@@ -1004,7 +1007,8 @@ class LossLesson(Lesson):
                 grad = slope(loss, logp)
                 by_place = (grad.flatten() * torch.arange(1, 33)).sum()
                 got = torch.stack([loss(logp), by_place, grad.abs().sum()])
-                self.check(f"{name}, {mode}, bounds {low} {high}", got, floats(expected))
+                self.check(f"{name}, {mode}, eps {low} and {high}: the loss, and two sums of its "
+                           "slopes", got, floats(expected))
 
     def test_unusual_input(self):
         """extreme ratios are finite, and wrong shapes raise ValueError"""
@@ -1012,13 +1016,15 @@ class LossLesson(Lesson):
 
         def values(x):
             return self.loss(x, old, tensor([1.0, -1.0]), torch.ones(2, 2))[0]
-        got = (values(new) + slope(values, new)).isfinite()
-        self.check("log r = 99 and -99, A = 1 and -1: are losses and slopes finite?", got,
-                   [[True, True]] * 2)
+        got = torch.stack([values(new), slope(values, new)])
+        if not got.isfinite().all():
+            self.wrong("log r = 99 and -99, A = 1 and -1", "exp overflows, so limit log r first. "
+                       f"The losses, and their slopes by log pi, are\n{got}")
         x, A = -torch.ones(3, 2), torch.ones(3)
         for rest in ([x[:, :1], A, x], [x, A[:, None], x]):
             shapes = [tuple(y.shape) for y in rest]
-            self.check_refused(f"logp (3, 2), others {shapes}", self.loss, x, *rest)
+            self.check_refused(f"logp (3, 2), and old_logp, adv, mask {shapes}",
+                               self.loss, x, *rest)
 
 
 class TestPpoPolicyLoss(LossLesson):
@@ -1035,7 +1041,10 @@ class TestPpoPolicyLoss(LossLesson):
         0.5    0.25  -1  0.8   0      yes        clip(r) A = -0.8 is smaller than r A = -0.5
         0.5    0.75  -1  1.5   1.5    no         r A = -1.5 is smaller than clip(r) A = -1.3
         0.1    0.11  2   -2.2  -2.2   no
+        0.1    0.8   -1  8     8      no         a failure that became likelier is brought back
+        0.5    0.75  0   0     0      no
     """
+
 
 class TestGspoPolicyLoss(LossLesson):
     level = "sequence"
@@ -1105,12 +1114,10 @@ class TestGmpoPolicyLoss(LossLesson):
         })
         self.check("ratios 8, 1, 0.5 and A = 1: slopes, 0 if clipped", grad, [[0, -1, -1]])
         self.check("ratios 8, 1, 0.5 and A = 1: clipped", clipped, [[True, False, False]])
-        # A = -1 pushes down, so 8 stays. Ratios 1/16 and 1: 1/16 becomes 1/4, and the root is 1/2.
-        values, *_ = self.run_loss(*three, [-1.0])
-        self.check("ratios 8, 1, 0.5 and A = -1", values, [[1.5874] * 3])
-        values, grad, _ = self.run_loss([[0.8, 0.5]], [[0.05, 0.5]], [-1.0])
-        self.check("ratios 1/16, 1 and A = -1", values, [[0.5] * 2])
-        self.check("ratios 1/16, 1 and A = -1: slopes", grad, [[0, 0.5]])
+        # A = -1 pushes down. Ratios 1/16 and 4: 1/16 becomes 1/4, 4 stays, and the root is 1.
+        values, grad, _ = self.run_loss([[0.8, 0.2]], [[0.05, 0.8]], [-1.0])
+        self.check("ratios 1/16, 4 and A = -1", values, [[1] * 2])
+        self.check("ratios 1/16, 4 and A = -1: slopes", grad, [[0, 1]])
 
 
 class TestSapoPolicyLoss(LossLesson):
@@ -1173,7 +1180,7 @@ class TestKlPenalty(Lesson):
             values = floats(line)
             got = grpo.kl_penalty(logp, ref_logp, kind)
             self.check(f"{kind} at pi = 1/2, ref = 1/4 and l = 0.30937", got, values[:2], {
-                "the direction is reversed. l is log(ref / pi)": values[2:]})
+                "a sign is wrong. l is log(ref / pi), and k1 is -l": values[2:]})
 
     def test_mean_slopes(self):
         """as a loss, k1 does nothing, k2 lowers KL(pi || ref), and k3 lowers KL(ref || pi)"""
@@ -1185,18 +1192,25 @@ class TestKlPenalty(Lesson):
             def mean(z):
                 return (P * grpo.kl_penalty(z.log_softmax(0), log_q, kind)).sum()
             got = slope(mean, P.log())
-            self.check(f"{kind}, mean slope by the logits of three words", got, expected)
+            self.check(f"{kind}, mean slope by the logits of three words", got, expected, {
+                "there is no slope. Is logp detached?": [0, 0, 0]})
 
     def test_unusual_input(self):
         """a constant reference, small and large log-ratios, and ValueError for other kinds"""
         for kind in ("k1", "k2", "k3"):
             got = slope(lambda ref: grpo.kl_penalty(self.P, ref, kind), self.Q)
             self.check(f"{kind}, slope by ref_logp. Is a detach missing?", got, [0, 0, 0])
-        # l.exp() rounds a small l away, and torch.expm1(l), which is e^l - 1, does not.
-        got = grpo.kl_penalty(torch.zeros(100), torch.linspace(-1e-3, 1e-3, 100), "k3")
-        self.check("how many k3 near 0 are negative? Use expm1", (got < 0).sum(), 0)
-        got = grpo.kl_penalty(tensor(-99.0), tensor(0.0), "k3").isfinite()
-        self.check("k3 at log(ref / pi) = 99: is it finite?", got, True)
+        # l.exp() rounds a small l away, and torch.expm1(l), which is e^l - 1, does not. There k3 is
+        # nearly l^2 / 2. At l = 8 it is 2980.958 - 9, and its slope by log pi is 1 - 2980.958.
+        l = tensor([1e-4, 8.0, 99.0])
+        got = grpo.kl_penalty(0 * l, l, "k3")
+        by_logp = slope(lambda logp: grpo.kl_penalty(logp, l, "k3"), 0 * l)
+        self.check("k3 over its true value, at log(ref / pi) = 0.0001 and 8. Use expm1",
+                   got[:2] / tensor([5e-9, 2971.958]), [1, 1], tolerance=1e-3)
+        self.check("its slopes by log pi", by_logp[:2], [-1e-4, -2979.958])
+        if not (got[2].isfinite() and -math.inf < by_logp[2] <= 0):
+            self.wrong("log(ref / pi) = 99", "exp overflows, so limit l itself first. k3 is "
+                       f"{got[2]}, and its slope by log pi {by_logp[2]}")
         self.check_refused("the kind k4", grpo.kl_penalty, self.P, self.Q, "k4")
         self.check_refused("shapes 3 and 1", grpo.kl_penalty, self.P, self.Q[:1], "k3")
 
@@ -1614,19 +1628,6 @@ class TestProgram(FolderLesson):
             # dapo subtracts 1 for an episode of six turns
             self.check(f"{name}: the reward", gym.get_reward(), 0 if name == "dapo" else 1)
 
-    def test_settings(self):
-        """some that have other names or numbers in the other trainer"""
-        cases = """
-            preset  trainer settings
-            gspo    --trl   loss_type="grpo" level="sequence" epsilon_high=0.0004
-            dr_grpo --trl   loss_type="dr_grpo" scale_rewards="none" beta=0.0,
-            dppo    --verl  loss_mode=dppo_tv clip_ratio_c=20.0 ratio_low=0.15
-        """
-        for preset, trainer, *settings in lines_of(cases):
-            program = self.printed(f"{preset} {trainer}")
-            missing = [setting for setting in settings if setting not in program]
-            self.check_same(f"{preset} {trainer}: settings that are missing", missing, [])
-
     def test_code_for_advantages(self):
         """it computes those of group_advantages"""
         R = tensor([[1.0, 0, 0, 1], [0, 0, 0, 0]])
@@ -1687,6 +1688,24 @@ class TestCompare(Lesson):
         self.check_same("seeds in the verdict", re.findall(r"\d", verdict), ["1", "2"])
 
 
+class TestWatch(Lesson):
+    def test_the_advantage_of_reading(self):
+        """the mean of reward - mean of the task, for those that read before their first edit"""
+        # Two tasks with eight attempts of two kinds each. A pass has the advantage 1/2, and a
+        # failure -1/2. Only attempts of the first kind read before their first edit.
+        kinds = (("read, edit widen, submit", ["widen"], True),
+                 ("edit widen, read, submit", ["widen"], False),
+                 ("edit widen, submit", ["widen"], True), ("read, submit", [], False))
+        episodes = []
+        for calls, edits, passed in kinds:
+            episodes += 8 * [TestBehaviorStats.episode(self, calls, task=TASKS[0], edits=edits,
+                                                       passed=passed)]
+        with mock.patch.object(ablate, "sample_groups", return_value=episodes):
+            stats = ablate.watch(None, None, None, RLConfig())
+        got = stats["adv_read"], stats["adv_not_read"]
+        self.check("those that read first, and others", tensor(got), [1 / 2, -1 / 6])
+
+
 class TestAnyPassed(Lesson):
     def test_it_is_unbiased(self):
         """the mean over all outcomes of 5 attempts is the probability, also of rewards_differ"""
@@ -1732,7 +1751,7 @@ class TestReadRuns(FolderLesson):
 
     def test_another_kind(self):
         """a file of another kind is refused by name, and is not changed"""
-        for text in ('{"config": {}}\n', "hello", "[1]\n"):
+        for text in ('{"config": {}}\n', "hello"):
             with open("notes", "w+") as file:
                 file.write(text)
                 self.check_refused(f"a file with {text}", ablate.read_runs, file, words="notes")
@@ -1857,10 +1876,6 @@ class TestMain(FolderLesson):
         self.check_same("fields of preset and flags", got, ["constant", "group_std", 0.01])
         self.check_same("steps in the log", [row["step"] for row in rows], [0, 1, 2])
         self.check_same("steps under the lens", re.findall(r"\nstep (\d): ", out), ["0", "2"])
-        weights = re.findall(r"\n +\d +[01]\.00 +[+-]\d\.\d\d +(\d\.\d{5})  ", out)
-        expected = f"{1 / 16 / 24:.5f}"                 # of a token in a minibatch of 16 rows
-        self.check_same("weights under the lens, and 0", set(weights) | {"0.00000"},
-                        {expected, "0.00000"})
         _, again, _ = self.run_here(grpo, "--init saved.pt --steps 0")
         for tasks in ("training", "held-out"):
             after = re.search(rf"after, {tasks} tasks +(.*)", out)[1]
@@ -1921,19 +1936,6 @@ class TestReadme(FolderLesson):
         before, after = floats(re.findall(r"\d\.\d+", out.getvalue()))
         self.check(f"{out.getvalue()}: is the reward low, then high?",
                    [before < 0.7, after > 0.9], [True, True])
-
-    def test_commands(self):
-        """argparse knows their flags"""
-        parse = argparse.ArgumentParser.parse_args
-
-        def only_parse(parser):
-            parse(parser)
-            sys.exit(0)
-        commands = r"\bpython (env|grpo|variants|ablate)\.py([^`\n|;&>#()]*)"
-        for name, flags in set(re.findall(commands, self.TEXT)):
-            with mock.patch.object(argparse.ArgumentParser, "parse_args", only_parse):
-                status, _, err = self.run_here(sys.modules[name], flags)
-            self.check_same(f"exit status of python {name}.py{flags}, {err}", status, 0)
 
 
 if __name__ == "__main__":

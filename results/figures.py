@@ -204,9 +204,10 @@ def sampling(runs):
 def reuse(runs):
     """The late reward against the updates per batch, a line for each loss.
 
-    Orange losses do not bound how far a failed attempt's tokens are pushed down.
+    With a blue loss, a token that has moved too far has no gradient, whether it was pushed up or
+    down. With an orange loss it keeps its gradient, at least on one of the two sides.
     """
-    unbounded = ("cispo", "cispo 0.2", "sapo", "plain gradient")
+    unbounded = ("cispo", "cispo 0.2", "sapo", "plain gradient", "clip failures", "clip passes")
     figure, axes = panels(2, 4.6, sharey=True)
     for axis, lr in zip(axes, (3e-4, 1e-3)):
         ends = []
@@ -221,6 +222,7 @@ def reuse(runs):
         for y, _, _ in sorted(ends):                    # labels must not lie on each other
             places.append(max(y, places[-1] + 0.045))
         down = np.mean(places[1:]) - np.mean([y for y, _, _ in ends])
+        down = min(down, places[1])                     # the lowest label stays above the axis
         for place, (y, loss, colour) in zip(places[1:], sorted(ends)):
             line = dict(arrowstyle="-", color=colour, linewidth=0.5, relpos=(0, 0.5))
             axis.annotate(loss, (2, y), (2.35, place - down), color=colour, fontsize=9,
@@ -229,8 +231,8 @@ def reuse(runs):
                  xticks=range(3), ylim=(-0.03, 1))
         axis.set_xticklabels(["2", "8", "32"])
     axes[0].set_ylabel("reward of the last ten steps")
-    figure.supxlabel("blue: the loss bounds how far failures are pushed down.  orange: it does not",
-                     fontsize=10)
+    figure.supxlabel("blue: tokens that have moved too far have no gradient.  "
+                     "orange: they keep it, at least on one side", fontsize=10)
     return figure
 
 

@@ -30,7 +30,8 @@ It needs TRL. Nothing else in the project does:
     python results/lockstep_with_trl.py                 ten steps of four presets, some minutes
     python results/lockstep_with_trl.py --presets gspo --steps 80
 
-Prints a table. The exit status is 1 if anything differs.
+Prints a table. TRL's seconds are those of its sampling and its updates (without a cache, which the
+policy's wrapper does not have). The exit status is 1 if anything differs.
 """
 import argparse
 import copy
@@ -39,6 +40,7 @@ import os
 import random
 import sys
 import tempfile
+import time
 from unittest.mock import patch
 
 os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1")
@@ -287,6 +289,7 @@ class Lockstep(GRPOTrainer):
         self.worst = dict.fromkeys(CLOSE, 0.0)
         self.rewards = []
         self.wrong_episodes = 0
+        self.twin_seconds = 0.0
 
     def keep_twin_gradient(self, *ignored):
         self.twin_gradients.append(flat_gradient(self.twin))
@@ -296,6 +299,7 @@ class Lockstep(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
+        start = time.perf_counter()
         if self.twin_gradients:
             self.differ("gradients", math.inf)          # TRL made no update where the twin did
         episodes = self.episodes_of(batch)
@@ -317,6 +321,7 @@ class Lockstep(GRPOTrainer):
         with patch("grpo.compute_advantages", return_value=batch["advantages"]):
             grpo.rl_update(self.twin, self.twin_optimizer, episodes, self.cfg, generator)
         self.steps += 1
+        self.twin_seconds += time.perf_counter() - start
         return batch
 
     def sampled(self, batch, x):
@@ -428,7 +433,9 @@ def run(name, steps):
     )
     trainer.remove_callback(PrinterCallback)
     trainer.follow(name)
+    start = time.perf_counter()
     trainer.train()
+    trainer.seconds = time.perf_counter() - start - trainer.twin_seconds
     return trainer
 
 
@@ -450,12 +457,12 @@ def main():
             equal = equal and trainer.worst[what] < limit
         failed = failed or not equal or trainer.updates == 0
         row = f"{name:9}{trainer.rewards[0]:5.2f} -> {trainer.rewards[-1]:.2f}"
-        row += f"{trainer.wrong_episodes:16}{trainer.updates:9}"
+        row += f"{trainer.seconds:13.1f}{trainer.wrong_episodes:16}{trainer.updates:9}"
         for what in CLOSE:
             row += f"{trainer.worst[what]:12.1e}"
         rows.append(row + ("  equal" if equal else "  DIFFERENT"))
     print("\nlargest difference between TRL and grpo.py")
-    print("preset    mean reward  wrong episodes  updates  advantages    old logp   gradients")
+    print("preset    mean reward  TRL's seconds  wrong episodes  updates  advantages    old logp   gradients")
     print("\n".join(rows))
     sys.exit(failed)
 
