@@ -740,19 +740,23 @@ class TestGroupAdvantages(Lesson):
     def test_equal_rewards(self):
         """a group of equal rewards has advantages of exactly 0, also if they differ by rounding"""
         rewards = tensor([0.0] * 8 + [0.1] * 8 + [1.0] * 7 + [1.0000001])
-        for baseline in ("group_mean", "leave_one_out", "length_weighted"):
-            for scale in ("group_std", "none", "batch_std", "group_mean"):
-                got = grpo.group_advantages(rewards, 8, baseline, scale, range(1, 25))
-                self.check(f"groups of 0, of 0.1, and of 1 with one 1.0000001, baseline {baseline},"
-                           f" scale {scale}", got, [0.0] * 24, tolerance=0)
+        choices = grpo.CHOICES["baseline"], grpo.CHOICES["scale"]
+        for baseline, scale in itertools.product(*choices):
+            got = grpo.group_advantages(rewards, 8, baseline, scale, range(1, 25))
+            self.check(f"groups of 0, of 0.1, and of 1 with one 1.0000001, baseline {baseline}, "
+                       f"scale {scale}", got, [0.0] * 24, tolerance=0)
 
     def test_the_small_number(self):
         """1e-6 is added to a standard deviation, and to nothing else"""
-        for scale, rewards, expected in (
-            ("group_std", [0.50001, 0.5, 0.5, 0.5], 1.25),      # 7.5e-6 / (5e-6 + 1e-6)
-            ("batch_std", [0.50001, 0.5, 0.5, 0.5], 1.25),
-            ("group_mean", [4e-6, 0, 0, 0], 3),                 # 3e-6 / 1e-6
-        ):
+        cases = """
+            scale       first   others  A of the first
+            group_std   .50001  .5      1.25    7.5e-6 / (5e-6 + 1e-6)
+            batch_std   .50001  .5      1.25
+            group_mean  4e-6    0       3       3e-6 / 1e-6
+        """
+        for scale, *line in lines_of(cases):
+            first, other, expected = floats(line[:3])
+            rewards = [first, other, other, other]
             got = grpo.group_advantages(tensor(rewards).double(), 4, "group_mean", scale)
             self.check(f"rewards {rewards}, scale {scale}: the first", got[0], expected,
                        tolerance=0.01)

@@ -183,7 +183,7 @@ def differences(runs):
 
 
 def sampling(runs):
-    """Dynamic sampling beside the default: better per step, worse per episode."""
+    """Dynamic sampling beside the default: better per step, worse per attempt."""
     figure, axes = panels(2, 3.0, sharey=True)
     for arm, colour in (("default", GREY), ("dynamic sampling", BLUE)):
         rewards = np.array([smooth(curve(run, "reward")) for run in runs[arm].values()])
@@ -196,7 +196,7 @@ def sampling(runs):
             axis.plot(x.mean(axis=0), rewards.mean(axis=0), color=colour, linewidth=2.2, label=arm)
     axes[0].set(title="better per step", xlabel="step", ylim=(0, 1))
     axes[0].set_ylabel("reward, mean of 5 steps")
-    axes[1].set(title="worse per episode", xlabel="episodes sampled")
+    axes[1].set(title="worse per attempt", xlabel="attempts")
     axes[1].legend(loc="lower right", frameon=False)
     return figure
 
