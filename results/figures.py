@@ -111,7 +111,7 @@ def panels(count, height, **sharing):
 def mosaic(logs):
     """Each step is a column: its attempts, sorted and coloured by what they did."""
     figure, axes = panels(2, 3.4, sharey=True)
-    titles = ("had seen reading help in 1 of 9 examples", "had never seen reading help")
+    titles = ("1 of 9 examples read, then edited right", "no example did so")
     for axis, rows, title in zip(axes, logs, titles):
         top = np.ones(len(rows))
         steps = np.arange(len(rows))
