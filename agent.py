@@ -201,10 +201,13 @@ def log_softmax(logits, temperature):
 def token_logps(model, batch, temperature=1.0, with_entropy=False):
     """Log-probability of each token whose mask is 1, given the tokens before it: (B, T).
 
-    It is 0 where the mask is 0. Column t belongs to the token at t. Column 0 is always 0, because
-    the environment speaks first. model is any module that turns ids (B, T) into logits (B, T, V).
+    batch has ids (B, T) and mask (B, T), which is a bool. model is any module that turns ids into
+    logits (B, T, V), and log_softmax makes log-probabilities of them. Column t belongs to the token
+    at t. Column 0 is always 0, because the environment speaks first.
+
     Set with_entropy to get a pair: the log-probabilities, and the entropy of the distribution that
-    each token came from, (B, T), in nats and without a gradient.
+    each token came from, at the same temperature, (B, T), in nats and without a gradient. Both are
+    0 where the mask is 0.
     """
     ids, mask = batch["ids"], batch["mask"]
     all_logp = log_softmax(model(ids[:, :-1]), temperature)             # (B, T-1, V)

@@ -19,7 +19,6 @@ import math
 import os
 import random
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -131,19 +130,14 @@ def diagnosis(got, expected, mistakes, tolerance):
         if agree(got, -expected, tolerance):
             return "the sign is wrong"
         factor = (got * expected).sum() / (expected * expected).sum()
-        if got.numel() > 1 and agree(got, factor * expected, tolerance):
+        if (expected != 0).sum() > 1 and agree(got, factor * expected, tolerance):
             return f"all values are {factor:.4g} times what was expected"
     if got.numel() == 1:
         return "this value is wrong"
-    if agree(got - expected, (got - expected).mean().expand(got.shape), tolerance):
-        return f"all values are too high by {(got - expected).mean():.4g}"
-    for step, side in ((1, "right"), (-1, "left")):
-        if expected.dim() > 0 and agree(got, expected.roll(step, dims=-1), tolerance):
-            return f"the values stand one place too far to the {side}. Is anything shifted?"
     allowed = expected.flatten().unique()
     known = ~differ(got.flatten()[:, None], allowed, tolerance)
     if len(allowed) > 2 and known.any(dim=1).all():
-        return "the values are right, but at wrong places. Are rows or groups mixed up?"
+        return "the values are right, but at wrong places. Is something shifted or mixed up?"
     count = int(differ(got, expected, tolerance).sum())
     return f"{count} of {got.numel()} values are wrong"
 
@@ -202,7 +196,7 @@ class FolderLesson(Lesson):
         status = 0
         with contextlib.redirect_stdout(io.StringIO()) as out, \
                 contextlib.redirect_stderr(io.StringIO()) as err, \
-                mock.patch.object(sys, "argv", [module.__name__, *shlex.split(flags)]):
+                mock.patch.object(sys, "argv", [module.__name__, *flags.split()]):
             try:
                 module.main()
             except SystemExit as end:
@@ -411,13 +405,14 @@ class TestEditBudgetEnv(TestBugFixEnv):
 
 class TestTokenLogps(Lesson):
     # A model of three words that looks at the last word only. Row w has the probabilities of the
-    # words that may follow w.
+    # words that may follow w. Its logits are their logarithms plus 3, which softmax takes away.
     NEXT = tensor([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6], [0.5, 0.1, 0.4]])
 
-    def logps(self, mask, *args, logits=NEXT.log(), **options):
-        """token_logps of the words 0, 1, 2, 0."""
-        batch = {"ids": tensor([[0, 1, 2, 0]]), "mask": tensor([mask])}
-        return agent.token_logps(lambda ids: logits[ids], batch, *args, **options)
+    def logps(self, *masks, temperature=1.0, logits=NEXT.log() + 3, **options):
+        """token_logps of the words 0, 1, 2, 0, and with a second mask also of 2, 0, 1, 1."""
+        ids = tensor([[0, 1, 2, 0], [2, 0, 1, 1]])[:len(masks)]
+        batch = {"ids": ids, "mask": tensor(masks) == 1}
+        return agent.token_logps(lambda ids: logits[ids], batch, temperature, **options)
 
     def test_one_row(self):
         """the logits after a word are about the next word, so column t needs the logits at t - 1"""
@@ -428,32 +423,40 @@ class TestTokenLogps(Lesson):
             "column 0 is missing. Put a 0 before the others": [[a, b, c]],
             "the values stand one column too far left, and the mask cut one off": [[0, b, c, 0]],
             "the mask is shifted by one. The mask at t is about ids[t]": [[0, 0, b, c]],
+            "the mask is shifted. The mask at t is about ids[t]": [[0, a, b, 0]],
             "this is each word's probability after itself. Logits at t are about ids[t + 1]":
                 [[0, log(0.3), log(0.4), log(0.7)]],
             "these are probabilities. Their logarithms are needed": [[0, 0.2, 0.6, 0.5]],
         })
-        self.check("with the mask 0, 1, 0, 1", self.logps([0, 1, 0, 1]), [[0, a, 0, c]], {
-            "the mask is ignored. Where it is 0, the value is 0": [[0, a, b, c]],
-            "the mask is shifted by one": [[0, 0, b, 0]],
+        got = self.logps([0, 1, 0, 1], [0, 1, 1, 0])
+        self.check("two rows, 0, 1, 2, 0 with the mask 0, 1, 0, 1, and 2, 0, 1, 1 with 0, 1, 1, 0",
+                   got, [[0, a, 0, c], [0, c, a, 0]], {
+            "the mask is ignored. Where it is 0, the value is 0":
+                [[0, a, b, c], [0, c, a, log(0.3)]],
         })
 
     def test_the_temperature(self):
         """the logits are divided by the temperature, and then comes the softmax"""
         # At temperature 1/2 a probability is squared, and then divided by the sum of the squares.
         # Those after 0 become 0.49, 0.04 and 0.01, divided by 0.54.
-        got = self.logps([0, 1, 0, 0], 0.5)
+        got = self.logps([0, 1, 0, 0], temperature=0.5)
         self.check("0 -> 1 at temperature 0.5", got[0, 1], log(0.04 / 0.54), {
             "this is the value at temperature 1. Is the temperature forgotten?": log(0.2),
             "the logits are multiplied by the temperature": -1.2748,
             "the log-probabilities are divided. Divide the logits, before the softmax": log(0.04),
         })
-        self.check_refused("the temperature 0", self.logps, [0, 1, 0, 0], 0.0)
+        self.check_refused("the temperature 0", self.logps, [0, 1, 0, 0], temperature=0.0)
 
     def test_the_entropy(self):
         """-sum of p log p over all words that might have been sampled, in nats, without a graph"""
-        # After 0: -(0.7 log 0.7 + 0.2 log 0.2 + 0.1 log 0.1) = 0.8018
-        _, entropy = self.logps([0, 1, 0, 0], with_entropy=True)
-        self.check("the entropy after 0, mask 0, 1, 0, 0", entropy, [[0, 0.8018, 0, 0]])
+        # At temperature 1/2, the probabilities after 0 are 49/54, 4/54 and 1/54, and those after 1
+        # are 1/46, 9/46 and 36/46. At temperature 1, the entropies would be 0.8018 and 0.8979.
+        z = self.NEXT.log().requires_grad_()
+        _, got = self.logps([0, 1, 1, 0], temperature=0.5, logits=z, with_entropy=True)
+        self.check("the entropies after 0 and 1, temperature 0.5, mask 0, 1, 1, 0", got,
+                   [[0, 0.3549, 0.5943, 0]], {
+            "this is the entropy at temperature 1": [[0, 0.8018, 0.8979, 0]]})
+        self.check("has the entropy a graph?", got.requires_grad, False)
 
     def test_the_gradient(self):
         """the gradient reaches the model, because the loss is made of these values"""
@@ -963,11 +966,9 @@ class LossLesson(Lesson):
             case = f"p {old} -> {new} (r = {r:.4g}), A = {A:.0f}, eps {low} and {high}"
             values, grad, clipped = self.run_loss([[old]], [[new]], [A])
             bounded = min(max(r, 1 - low), 1 + high)
-            mixed_up = min(max(r, 1 - high), 1 + low)
             self.check(f"{case}: loss", values, [[value]], {
                 "-r A came. Is the clip missing, or is it max in place of min?": [[-r * A]],
                 "-clip(r) A came. Is it max for min, or is there no min?": [[-bounded * A]],
-                "eps_low and eps_high are mixed up": [[-min(r * A, mixed_up * A)]],
             })
             self.check(f"{case}: slope by log pi", grad, [[by_logp]], {
                 "it is 0, but this token has a gradient. Is one detach too many, or the mask "
@@ -1628,6 +1629,17 @@ class TestProgram(FolderLesson):
             # dapo subtracts 1 for an episode of six turns
             self.check(f"{name}: the reward", gym.get_reward(), 0 if name == "dapo" else 1)
 
+    def test_settings(self):
+        """some that have other names or numbers in the other trainer"""
+        cases = """
+            preset trainer setting
+            gspo   --trl   epsilon_high=0.0004
+            dppo   --verl  clip_ratio_c=20.0
+        """
+        for preset, trainer, setting in lines_of(cases):
+            program = self.printed(f"{preset} {trainer}")
+            self.check(f"is {setting} in {preset} {trainer}?", setting in program, True)
+
     def test_code_for_advantages(self):
         """it computes those of group_advantages"""
         R = tensor([[1.0, 0, 0, 1], [0, 0, 0, 0]])
@@ -1653,11 +1665,7 @@ class TestTInterval(Lesson):
         # The mean is 0.05, std is 0.01, and 4.303 * 0.01 / sqrt(3) = 0.0248.
         centre, half = ablate.t_interval([0.05, 0.06, 0.04])
         self.check("the mean of 0.05, 0.06, 0.04", centre, 0.05)
-        self.check("the half width of its interval", half, 0.0248, {
-            "std is divided by n. Divide by n - 1": 0.0203,
-            "this is with 1.96, which is for many values": 0.0113,
-            "the degrees of freedom are n. They are n - 1": 0.0184,
-        })
+        self.check("the half width of its interval", half, 0.0248)
         # The values are -1 and 1, n / 2 of each, so std is sqrt(n / (n - 1)).
         for n, t in ((8, 2.3646), (10, 2.2622), (1002, 1.9623)):
             _, half = ablate.t_interval([-1, 1] * (n // 2))
@@ -1844,9 +1852,9 @@ class TestCheckConfig(FolderLesson):
 
     def test_a_config(self):
         """ValueError with the name of the field, and no error for what makes sense"""
-        cfg = RLConfig(prompts_per_step=21)
-        self.check_refused("21 of 20 tasks", grpo.check_config, cfg, 20, words="prompts")
-        grpo.check_config(RLConfig(max_grad_norm=math.inf, max_edits=None, steps=0), 20)
+        self.check_refused("21 of 20 tasks", grpo.check_config, RLConfig(prompts_per_step=21), 20,
+                           words="prompts")
+        grpo.check_config(RLConfig(max_edits=None, steps=0), 20)
 
 
 class TestMain(FolderLesson):
@@ -1918,8 +1926,7 @@ class TestMain(FolderLesson):
         """
         for line in cases.strip().splitlines()[1:]:
             script, flags, status, words = map(str.strip, line.split("|"))
-            with mock.patch.object(ablate, "run_jobs", side_effect=SystemExit):
-                got, out, err = self.run_here(sys.modules[script], flags)
+            got, out, err = self.run_here(sys.modules[script], flags)
             said = err.split("error: ")[-1] if got else out
             self.check_same(f"{script}.py {flags}: exit status, and does it say {words!r}?",
                             (str(got), bool(re.search(words, said))), (status, True))
