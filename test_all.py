@@ -124,16 +124,16 @@ def diagnosis(got, expected, mistakes, tolerance):
         return f"the shape is {tuple(got.shape)}, and it must be {tuple(expected.shape)}"
     if (got.isnan() & ~expected.isnan()).any():
         return "nan came back. Is something 0 / 0, or taken from where a mask is 0?"
+    if expected.any() and agree(got, -expected, tolerance):
+        return "the sign is wrong"
+    if got.numel() == 1:
+        return "this value is wrong"
     if expected.any():
         if got.abs().max() < 1e-7:
             return "it is 0 everywhere"
-        if agree(got, -expected, tolerance):
-            return "the sign is wrong"
         factor = (got * expected).sum() / (expected * expected).sum()
         if (expected != 0).sum() > 1 and agree(got, factor * expected, tolerance):
             return f"all values are {factor:.4g} times what was expected"
-    if got.numel() == 1:
-        return "this value is wrong"
     allowed = expected.flatten().unique()
     known = ~differ(got.flatten()[:, None], allowed, tolerance)
     if len(allowed) > 2 and known.any(dim=1).all():
