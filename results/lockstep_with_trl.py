@@ -462,7 +462,8 @@ def main():
             row += f"{trainer.worst[what]:12.1e}"
         rows.append(row + ("  equal" if equal else "  DIFFERENT"))
     print("\nlargest difference between TRL and grpo.py")
-    print("preset    mean reward  TRL's seconds  wrong episodes  updates  advantages    old logp   gradients")
+    print("preset    mean reward  TRL's seconds  wrong episodes  updates  "
+          "advantages    old logp   gradients")
     print("\n".join(rows))
     sys.exit(failed)
 
