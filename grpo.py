@@ -446,15 +446,22 @@ def aggregate_loss(per_token, mask, mode, constant=None):
 def rl_update(model, optimizer, episodes, cfg, generator, ref_model=None):
     """Trains on the episodes of a step. Returns statistics, see update_stats.
 
-    It passes over the episodes cfg.epochs times. Each pass cuts them at random into cfg.minibatches
-    minibatches, whose sizes differ by at most one, and takes one optimizer step on each of these.
-    (A cut may separate the attempts of a group, whose advantages are known by then.) If every
-    advantage in a minibatch is 0, and there is no KL term, it takes no step, because Adam's
-    momentum would move the weights even with a gradient of 0. Raises FloatingPointError before a
-    step whose gradient is not finite. If there are no episodes, all statistics are nan.
+    It passes over the episodes cfg.epochs times. Each pass cuts them anew into cfg.minibatches
+    minibatches, at random by generator, whose sizes differ by at most one. (A cut may separate the
+    attempts of a group, whose advantages are known by then.) Each minibatch gets an optimizer step:
+
+        loss = sum of token_weights * policy_loss, plus the KL term if cfg.kl_coef > 0
+               (see kl_penalty), over the minibatch's policy tokens
+        its gradient is scaled down to the norm cfg.max_grad_norm, if it is larger
+
+    Without a KL term, rows whose advantage is 0 have no gradient. The model is not run on them, and
+    they are not in the statistics, but their tokens count in token_weights. If no row is left, or
+    none has a policy token, no step is taken, because Adam's momentum would move the weights even
+    with a gradient of 0. Raises FloatingPointError before a step whose gradient is not finite. If
+    there are no episodes, all statistics are nan.
 
     It stores in each episode its `advantage`, and the `weight` that each of its tokens had in the
-    loss (of the last epoch).
+    loss (of the last epoch), one number each.
     """
     if not episodes:                                    # an option of part 2 dropped all groups
         return dict.fromkeys(UPDATE_STATS, math.nan)
@@ -466,8 +473,7 @@ def rl_update(model, optimizer, episodes, cfg, generator, ref_model=None):
             on = batch["mask"][rows]                    # (B, T) the policy's tokens
             batch["weight"][rows] = token_weights(on, cfg.agg, cfg.agg_constant)
 
-            # If the advantage of an episode is 0, and there is no KL term, its gradient is 0 too.
-            # The model is not run on it. Its tokens still count: the weights include them.
+            # Leave out rows without a gradient. The weights include their tokens.
             useful = on.any(dim=1)                                      # (B,)
             if cfg.kl_coef == 0:
                 useful &= batch["adv"][rows].any(dim=1)

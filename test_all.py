@@ -298,12 +298,10 @@ class TestRunTests(Lesson):
         for body in right + ["n + n", "n // 0", "unknown", "("]:
             got = env.run_tests(f"def square(n): return {body}", [((2,), 4), ((3,), 9)])
             self.check(f"square(2) = 4, square(3) = 9, and the body {body}", got, body in right)
-
-    def test_the_tests_stay_as_they_are(self):
-        """a function that changes its arguments does not change the tests"""
         tests = [(([1],), [1, 2])]
         env.run_tests("def grow(xs):\n    xs += [2]\n    return xs", tests)
-        self.check_same("the tests afterwards", tests, [(([1],), [1, 2])])
+        self.check_same("the tests, after a function that changes its arguments", tests,
+                        [(([1],), [1, 2])])
 
 
 class TestBlindPassRate(Lesson):
@@ -577,8 +575,6 @@ class TestMakeBaseAgent(Lesson):
         self.check_seeds(weights)
         demos = [agent.demonstrate(tok, task, "oracle", None) for task in TRAIN_TASKS]
         batch = agent.collate(demos)
-        tokens = batch["mask"].sum(dim=1)
-        self.check("the oracle's tokens in each episode", tokens, [3 + 4 + 3 + 3] * 20)
         p = agent.token_logps(made[0], batch)[batch["mask"]].exp().mean()
         self.check("is the oracle's mean probability above 1/4?", p > 0.25, True)
 
@@ -612,7 +608,6 @@ class TestSavePolicy(FolderLesson):
         """a link stays a link, what is no file is refused, and a failure keeps the older file"""
         os.symlink("x.pt", "link")
         self.save("link")
-        self.check("is the link still a link?", os.path.islink("link"), True)
         self.loaded("the file that the link leads to")
         # Not a real device: as root, a wrong save_policy would replace it.
         os.mkfifo("pipe")
@@ -945,8 +940,7 @@ class LossLesson(Lesson):
     CELLS = "p_old  p  A  loss  slope  clipped"
 
     def loss(self, *args):
-        functions = {"token": grpo.ppo_policy_loss, **variants.POLICY_LOSSES}
-        both = functions[self.level](*args, *self.bounds)
+        both = grpo.LOSSES[self.level](*args, *self.bounds)
         return [x.expand(args[0].shape) for x in both]
 
     def run_loss(self, old, new, adv, mask=1):
@@ -1306,29 +1300,30 @@ OWN_A = tensor([1.5, -0.5, -0.5, -0.5, 0.8660, 0.8660, -0.8660, -0.8660])
 
 
 class TestRlUpdate(Lesson):
-    def update(self, episodes, lr=1.0, model=None, ref_model=None, optimizer=None, **fields):
+    def update(self, episodes, lr=1.0, model=None, ref_model=None, optimizer=None, order=0,
+               **fields):
         """rl_update by plain gradient descent. Returns the weights after it, and the statistics."""
         model = model or YesOrNo()
         cfg = RLConfig(**{"group_size": 4, "minibatches": 1, "max_grad_norm": math.inf, **fields})
         optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr)
-        stats = grpo.rl_update(model, optimizer, episodes, cfg, generator(), ref_model)
+        stats = grpo.rl_update(model, optimizer, episodes, cfg, generator(order), ref_model)
         return weights_of(model), stats
 
     def test_one_step(self):
         """one step down the gradient of -mean(r A): the rewarded word becomes likelier"""
         # r = 1, so the slope of the loss by z[2] is -mean(A * slope of log p) =
         # -(1.5 * 1/2 + 3 * (-0.5) * (-1/2)) / 4 = -0.375. The learning rate is 1.
-        z, stats = self.update(same_question())
+        z, _ = self.update(same_question())
         self.check("z[2] after one step", z[2], 0.375, {
             "the step goes the wrong way. Is a minus missing in the loss?": -0.375,
             "nothing moved. Is something detached, or is there no optimizer step?": 0.0,
             "the reward was taken in place of the advantage": 0.125,
             "the divisor is too large. Is the environment or padding counted?": 0.1875,
         })
-        self.check("grad_norm, the size of the slope", stats["grad_norm"], 0.375)
-        z, stats = self.update(same_question(), max_grad_norm=0.1)
-        self.check("z[2], and grad_norm before it was shortened, with max_grad_norm 0.1",
-                   [z[2], stats["grad_norm"]], [0.1, 0.375])
+        # Each z[2 + i] has the slope A / 2 / 8. The squares of all A add up to 6.
+        z, stats = self.update(own_questions(), max_grad_norm=0.1)
+        self.check("length of the step with max_grad_norm 0.1, and grad_norm, before it was "
+                   "shortened", [z.norm(), stats["grad_norm"]], [0.1, 6 ** 0.5 / 16])
         z, _ = self.update(same_question(), temperature=2.0)
         self.check("z[2] after a step at temperature 2, half as far", z[2], 0.1875, {
             "this is the step at temperature 1. Is the temperature forgotten?": 0.375})
@@ -1370,16 +1365,17 @@ class TestRlUpdate(Lesson):
             model.z.data[3] = 1.0
             z, stats = self.update(episodes, 4.0, model, YesOrNo(), epochs=2, kl_coef=kl_coef)
             self.check("z[2] after two epochs, all clipped in the second", z[2], 0.75, {
-                "it moved in the second. Is pi_old computed anew? Do equal rewards count?": 1.5})
+                "it moved in the second, or rows with A = 0 are missing in token_weights": 1.5})
             # l = log(0.5 / 0.7311) where 3 was heard, and else 0
             self.check(f"kl_ref, over all policy tokens, with kl_coef {kl_coef}", stats["kl_ref"],
                        (0.5 / 0.7311 - 1 - log(0.5 / 0.7311)) / 2)
         for name, value, *_ in lines_of(expected):
-            self.check(name, stats[name], float(value), tolerance=2e-4)
+            self.check(f"{name}, over the tokens that update_stats names", stats[name],
+                       float(value), tolerance=2e-4)
 
     def test_each_episode_has_its_own(self):
         """its own advantage, pi_old and weight, in minibatches of equal and of unequal sizes"""
-        for parts, weights in ((2, [1 / 4] * 8), (3, [1 / 3] * 6 + [1 / 2] * 2)):
+        for parts, weights in ((2, [1 / 4] * 8), (5, [1 / 2] * 6 + [1] * 2)):
             case = f"8 episodes in {parts} minibatches"
             episodes, model = own_questions(), YesOrNo()
             model.z.data = torch.linspace(-2, 2, 12)
@@ -1403,6 +1399,7 @@ class TestRlUpdate(Lesson):
         expected = [0, a, -a, -a, -a]
         self.check("z[1], where the environment speaks next, to z[5]", z[1:6], expected, {
             "this is the mean of the rows' means": [0, 2 * a, *[-2 / 3 * a] * 3]})
+        self.check("`weight`, of one token", [e["weight"] for e in episodes], [1 / 4] * 2)
         episodes = own_questions()[:4]
         episodes[1]["env"].truncated = True
         z, _ = self.update(episodes, mask_truncated=True)
@@ -1423,7 +1420,7 @@ class TestRlUpdate(Lesson):
         episodes[0]["reward"] = 0.0
         z, _ = self.update(episodes, ref_model=ref_model, kl_coef=2.0)
         self.check("z[2] after a step of the KL term alone", z[2], 0.5, {
-            "kl_coef is forgotten": 0.25, "the KL term has no effect": 0})
+            "kl_coef is forgotten, or padding counts": 0.25, "the KL term has no effect": 0})
         self.check_refused("the policy as its own reference", self.update, episodes,
                            model=ref_model, ref_model=ref_model)
 
@@ -1438,9 +1435,9 @@ class TestRlUpdate(Lesson):
         ref_model.z.data = torch.linspace(-1, 1, 12)
         ref = agent.token_logps(ref_model, batch)
         old = agent.token_logps(YesOrNo(), batch)
-        levels = ["token", *variants.POLICY_LOSSES]
-        for level, agg, kl_coef in itertools.product(levels, MODES, (0, 1)):
-            fields = dict(ratio_level=level, agg=agg, agg_constant=9, kl_coef=kl_coef)
+        for level, agg, kl_coef in itertools.product(grpo.LOSSES, MODES, (0, 1)):
+            fields = dict(ratio_level=level, agg=agg, agg_constant=9, kl_coef=kl_coef,
+                          kl_kind="k2")
             z, _ = self.update(episodes, 0.5, ref_model=ref_model, epochs=2, **fields)
             cfg = RLConfig(group_size=4, **fields)
             A = grpo.compute_advantages(episodes, cfg)
@@ -1448,7 +1445,7 @@ class TestRlUpdate(Lesson):
             for _ in range(2):
                 logp = agent.token_logps(model, batch)
                 values, _ = grpo.policy_loss(logp, old, A, batch["mask"], cfg)
-                kl = grpo.kl_penalty(logp, ref, "k3")[batch["mask"]].mean()
+                kl = grpo.kl_penalty(logp, ref, "k2")[batch["mask"]].mean()
                 loss = grpo.aggregate_loss(values, batch["mask"], agg, 9) + kl_coef * kl
                 model.z.data -= 0.5 * torch.autograd.grad(loss, model.z)[0]
             self.check(f"{level}, {agg}, kl_coef {kl_coef}: z", z, model.z, tolerance=1e-6)
@@ -1466,12 +1463,23 @@ class TestRlUpdate(Lesson):
         for case, episodes, norm in (("equal rewards", equal, 0), ("no episode", [], NAN),
                                      ("all truncated and masked", cut, 0)):
             z, stats = self.update(episodes, minibatches=3, **options)
-            self.check(f"{case}: the weights stay", z, before, tolerance=0)
+            self.check(f"{case}: the weights, if no step is taken", z, before, tolerance=0)
             self.check(f"{case}: grad_norm", stats["grad_norm"], norm)
         model.z.register_hook(lambda grad: grad * math.inf)
         self.check_refused("an infinite gradient", self.update, same_question(),
                            error=FloatingPointError, **options)
-        self.check("an infinite gradient: weights", weights_of(model), before, tolerance=0)
+        self.check("weights after an infinite gradient. Is the check before the step?",
+                   weights_of(model), before, tolerance=0)
+
+    def test_minibatches(self):
+        """one with nothing to learn does not end the pass, and the generator alone cuts them"""
+        episodes = own_questions()
+        episodes[0]["reward"] = 0.0
+        z, _ = self.update(episodes, minibatches=8)
+        self.check("the rewards of the first group are equal: which z[2] to z[9] have moved?",
+                   z[2:10] != 0, [False] * 4 + [True] * 4)
+        self.check_seeds(lambda seed: self.update(same_question(), 3.0, minibatches=4, epochs=3,
+                                                  order=seed)[0].tolist())
 
 
 class TestTrainRl(Lesson):
@@ -1663,9 +1671,8 @@ class TestTInterval(Lesson):
     def test_mean_and_half_width(self):
         """mean +- t std / sqrt(n), where std is unbiased and t has n - 1 degrees of freedom"""
         # The mean is 0.05, std is 0.01, and 4.303 * 0.01 / sqrt(3) = 0.0248.
-        centre, half = ablate.t_interval([0.05, 0.06, 0.04])
-        self.check("the mean of 0.05, 0.06, 0.04", centre, 0.05)
-        self.check("the half width of its interval", half, 0.0248)
+        got = list(ablate.t_interval([0.05, 0.06, 0.04]))
+        self.check("mean and half width for 0.05, 0.06, 0.04", got, [0.05, 0.0248])
         # The values are -1 and 1, n / 2 of each, so std is sqrt(n / (n - 1)).
         for n, t in ((8, 2.3646), (10, 2.2622), (1002, 1.9623)):
             _, half = ablate.t_interval([-1, 1] * (n // 2))
@@ -1719,14 +1726,12 @@ class TestAnyPassed(Lesson):
         """the mean over all outcomes of 5 attempts is the probability, also of rewards_differ"""
         for k in (2, 3, 5):
             some = both = 0
-            for attempts in itertools.product((0, 1), repeat=5):
-                c = sum(attempts)
-                chance = 0.3 ** c * 0.7 ** (5 - c)
+            for c in range(6):                          # c of 5 attempts pass, with this chance
+                chance = math.comb(5, c) * 0.3 ** c * 0.7 ** (5 - c)
                 some += chance * ablate.any_passed(c, 5, k)
                 both += chance * ablate.rewards_differ(c, 5, k)
-            self.check(f"pass@{k} of a task with the pass rate 0.3", some, 1 - 0.7 ** k)
-            case = f"the probability that groups of {k} have unequal rewards"
-            self.check(case, both, 1 - 0.7 ** k - 0.3 ** k)
+            self.check(f"pass rate 0.3, k = {k}: pass@k, and the chance that k rewards differ",
+                       [some, both], [1 - 0.7 ** k, 1 - 0.7 ** k - 0.3 ** k])
 
 
 def make_job(grid, arm, seed=0, **given):
@@ -1851,10 +1856,8 @@ class TestCheckConfig(FolderLesson):
         self.check("bytes of the older log", os.path.getsize("log"), 5)
 
     def test_a_config(self):
-        """ValueError with the name of the field, and no error for what makes sense"""
-        self.check_refused("21 of 20 tasks", grpo.check_config, RLConfig(prompts_per_step=21), 20,
-                           words="prompts")
-        grpo.check_config(RLConfig(max_edits=None, steps=0), 20)
+        """no error for what makes sense"""
+        grpo.check_config(RLConfig(max_edits=None))
 
 
 class TestMain(FolderLesson):
