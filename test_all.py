@@ -575,6 +575,8 @@ class TestMakeBaseAgent(Lesson):
         self.check_seeds(weights)
         demos = [agent.demonstrate(tok, task, "oracle", None) for task in TRAIN_TASKS]
         batch = agent.collate(demos)
+        # read, edit, test and submit have 3 + 4 + 3 + 3 tokens, and there are 20 tasks.
+        self.check("the oracle's tokens", batch["mask"].sum(), 260)
         p = agent.token_logps(made[0], batch)[batch["mask"]].exp().mean()
         self.check("is the oracle's mean probability above 1/4?", p > 0.25, True)
 
@@ -1469,7 +1471,7 @@ class TestRlUpdate(Lesson):
         self.check_refused("an infinite gradient", self.update, same_question(),
                            error=FloatingPointError, **options)
         self.check("weights after an infinite gradient. Is the check before the step?",
-                   weights_of(model), before, tolerance=0)
+                   weights_of(model), before)
 
     def test_minibatches(self):
         """one with nothing to learn does not end the pass, and the generator alone cuts them"""
@@ -1492,7 +1494,7 @@ class TestTrainRl(Lesson):
     def test_it_learns_what_is_rewarded(self):
         """the choice that is rewarded becomes likely, and on_step gets the rows of the history"""
         seen = []
-        history = self.train(steps=15, lr=0.5, on_step=lambda row, _: seen.append(row))
+        history = self.train(steps=15, lr=0.5, on_step=lambda row, _: seen.append(row) or True)
         rewards = [row["reward"] for row in history]
         self.check(f"below 0.8 at first and above 0.9 at last? The rewards are {rewards}",
                    [rewards[0] < 0.8, rewards[-1] > 0.9], [True, True])
@@ -1855,10 +1857,6 @@ class TestCheckConfig(FolderLesson):
                             (status, out, named), (2, "", True))
         self.check("bytes of the older log", os.path.getsize("log"), 5)
 
-    def test_a_config(self):
-        """no error for what makes sense"""
-        grpo.check_config(RLConfig(max_edits=None))
-
 
 class TestMain(FolderLesson):
     def setUp(self):
@@ -1875,7 +1873,8 @@ class TestMain(FolderLesson):
             file.write('{"older": 1}\n')
         run = self.start("--init base.pt --variant dr_grpo --scale group_std --steps 3 "
                          "--log log --save saved.pt --show 2 --threads 1 --max_grad_norm inf "
-                         "--lr 0.01 --mask_truncated true --warmup_steps 0 --prompts_per_step 4")
+                         "--lr 0.01 --mask_truncated true --warmup_steps 0 --prompts_per_step 4 "
+                         "--max_edits none")
         out, err = run.communicate()
         self.check_same("exit status and stderr", (run.returncode, err), (0, ""))
         with open("log") as file:                       # NaN, for example, is not JSON
@@ -1888,7 +1887,7 @@ class TestMain(FolderLesson):
         self.check_same("steps under the lens", re.findall(r"\nstep (\d): ", out), ["0", "2"])
         weights = re.findall(r" (\d\.\d{5})  ", out)      # of a token in a minibatch of 16 rows
         self.check_same("the largest weight under the lens", max(weights), f"{1 / 16 / 24:.5f}")
-        _, again, _ = self.run_here(grpo, "--init saved.pt --steps 0")
+        _, again, _ = self.run_here(grpo, "--init saved.pt --steps 0 --max_edits none")
         for tasks in ("training", "held-out"):
             after = re.search(rf"after, {tasks} tasks +(.*)", out)[1]
             before = re.search(rf"before, {tasks} tasks +(.*)", again)[1]
