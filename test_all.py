@@ -1193,8 +1193,8 @@ class TestKlPenalty(Lesson):
             def mean(z):
                 return (P * grpo.kl_penalty(z.log_softmax(0), log_q, kind)).sum()
             got = slope(mean, P.log())
-            self.check(f"{kind}, mean slope by the logits of three words", got, expected, {
-                "there is no slope. Is logp detached?": [0, 0, 0]})
+            self.check(f"{kind}, mean slope by the logits of three words (0 if logp is detached)",
+                       got, expected)
 
     def test_unusual_input(self):
         """a constant reference, small and large log-ratios, and ValueError for other kinds"""
@@ -1908,6 +1908,7 @@ class TestMain(FolderLesson):
             self.check(f"{x.name}: is what was saved the policy of the start?",
                        torch.equal(loaded, weights_of(rl_base())), False)
 
+    @mock.patch.object(ablate, "run_jobs", None)        # no row of the table should get there
     def test_the_other_scripts(self):
         """what they print, or the flag that the error names"""
         cases = """
