@@ -341,9 +341,8 @@ GRIDS["settings"] = dict(
     columns=[
         "train pass_rate", "train first_edit_right", *BASIC, "held-out tests",
         "held-out edits", "held-out same_calls", "all turns", "all policy_tokens", "early reads",
-        "late reads", "early reward", "early entropy", "late entropy", "base train pass_rate",
+        "late reads", "early entropy", "late entropy", "base train pass_rate",
         "base train read_first", "base train read_then_right", "base train entropy",
-        "base held-out pass_rate",
     ],
 )
 
@@ -886,8 +885,12 @@ def parse_args():
     flag("--list", action="store_true", help="list the grids and run nothing")
     flag("--seeds", type=seed_list, default="5", help="how many, or which: 0,3,7")
     flag("--arms", help="these arms only, separated by commas")
-    cores = min(61, os.cpu_count())     # Windows allows no more
-    flag("--jobs", type=int, choices=range(1, 62), default=cores, metavar="N", help="processes")
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))            # this process may use fewer
+    # Windows allows no more than 61
+    flag("--jobs", type=int, choices=range(1, 62), default=min(61, cores), metavar="N",
+         help="processes")
     flag("--out", type=argparse.FileType("a+", encoding="utf-8", errors="replace"),
          help="keep finished runs here, and skip those that it has")
     flag("--all", action="store_true", help="show all differences")

@@ -448,11 +448,13 @@ def rl_update(model, optimizer, episodes, cfg, generator, ref_model=None):
 
     It passes over the episodes cfg.epochs times. Each pass cuts them anew into cfg.minibatches
     minibatches, at random by generator, whose sizes differ by at most one. (A cut may separate the
-    attempts of a group, whose advantages are known by then.) Each minibatch gets an optimizer step:
+    attempts of a group, whose advantages are known by then.) For each minibatch it takes an
+    optimizer step down the gradient of
 
-        loss = sum of token_weights * policy_loss, plus the KL term if cfg.kl_coef > 0
-               (see kl_penalty), over the minibatch's policy tokens
-        its gradient is scaled down to the norm cfg.max_grad_norm, if it is larger
+        sum of token_weights * policy_loss over the minibatch's policy tokens,
+        plus the KL term if cfg.kl_coef > 0, see kl_penalty
+
+    A gradient whose norm is above cfg.max_grad_norm is scaled down to it.
 
     Without a KL term, rows whose advantage is 0 have no gradient. The model is not run on them, and
     they are not in the statistics, but their tokens count in token_weights. If no row is left, or
@@ -461,7 +463,7 @@ def rl_update(model, optimizer, episodes, cfg, generator, ref_model=None):
     there are no episodes, all statistics are nan.
 
     It stores in each episode its `advantage`, and the `weight` that each of its tokens had in the
-    loss (of the last epoch), one number each.
+    loss of the last epoch, one number each, even if no step was taken.
     """
     if not episodes:                                    # an option of part 2 dropped all groups
         return dict.fromkeys(UPDATE_STATS, math.nan)

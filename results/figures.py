@@ -138,7 +138,7 @@ def settings(runs):
             label = None                                # one entry in the legend is enough
             spread = np.linspace(-0.1, 0.1, len(values))
             axis.plot(x + shift + spread, values, "o", color="black", markersize=3, alpha=0.7)
-    for y, label in ((0.2, "one guess: .20"), (0.6, "best blind play: .60")):
+    for y, label in ((0.2, "one guess: .20"), (0.6, "best fixed sequence: .60")):
         axis.axhline(y, color="black", linestyle="--", linewidth=0.8)
         axis.text(len(arms) - 0.42, y, label, va="center", fontsize=9)
     axis.set(ylabel="pass rate after 80 steps", ylim=(0, 1.02), xlim=(-0.5, len(arms) - 0.45))
@@ -244,7 +244,8 @@ def passk(runs):
         rows = np.array([[run[f"held-out @{k}"] for k in KS] for run in runs[arm].values()])
         means[arm] = rows.mean(axis=0)
         axis.plot(KS, means[arm], "o-", color=colour, label=arm, markersize=4)
-    axis.plot(KS, [1 - 0.8 ** k for k in KS], ":", color="black", label="guessing among five ops")
+    guessing = [1 - 0.8 ** k for k in KS]
+    axis.plot(KS, guessing, ":", color="black", label="guessing among five repairs")
     gap = means["base agent"] - means["default"]
     crossing = np.flatnonzero((gap[:-1] < 0) & (gap[1:] >= 0))
     if len(crossing) > 0:                               # between two k, on the logarithmic axis
